@@ -1,0 +1,24 @@
+"""moe_experts on the CPU: expert after expert, reading only the weights of those with rows.
+
+The outputs wait in one [T*A, H] buffer for the sum, so that its order is the order of the slots wherever an expert lies.
+"""
+
+from itertools import pairwise
+
+from torch import Tensor
+
+from m3_hw.backends.cpu.permute_tokens import sort_by_expert
+from m3_hw.backends.cpu.swiglu_oai import swiglu_oai
+from m3_hw.backends.cpu.unpermute_tokens import unpermute_tokens
+
+
+def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor, *, alpha: float, limit: float) -> Tensor:
+    source, offsets = sort_by_expert(ids, w_gate_up.shape[0])
+    bounds = offsets.tolist()
+    rows = x.new_empty((ids.numel(), x.shape[1]))
+    for e, (start, end) in enumerate(pairwise(bounds)):
+        if end > start:
+            gate_up = x.index_select(0, source[start:end] // ids.shape[1]) @ w_gate_up[e].T  # [n, 2*I]
+            rows[start:end] = swiglu_oai(gate_up, alpha, limit) @ w_down[e].T
+    source[bounds[-1] :] = -1
+    return unpermute_tokens(rows, source, weights)
