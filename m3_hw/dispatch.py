@@ -4,6 +4,7 @@ The only reader of M3_HW_* variables. `docs/backends.md` explains the rules to u
 """
 
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from m3_hw.backend import Backend, Implementation, discover
-from m3_hw.errors import BackendUnavailableError, ContractError, NotSupportedError
+from m3_hw.errors import PROBE_ERRORS, BackendUnavailableError, ContractError, NotSupportedError
 from m3_hw.spec import OpSpec
 
 P = ParamSpec("P")
@@ -64,6 +65,11 @@ def backends() -> dict[str, Backend]:
 def simulating() -> bool:
     """M3_HW_SIMULATE=1: the cuda and ascend backends run without their hardware. Read once, at the first use."""
     return _flag("M3_HW_SIMULATE")
+
+
+def value_checks(device_type: str) -> bool:
+    """Whether calls on a device type have their tensors' values checked: on the CPU always, elsewhere under M3_HW_CHECK=1."""
+    return device_type == "cpu" or _flag("M3_HW_CHECK")
 
 
 @functools.cache
@@ -132,15 +138,31 @@ class _Operator:
     def check(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The contract of a call, before any memory is written."""
         try:
-            for i, value in enumerate(args):
-                if isinstance(value, Tensor) and value.device != device:
-                    argument = list(self.spec.reference.__annotations__)[i]
-                    raise ContractError(f"{argument} has device {value.device}; accepted: {device}, the device of the first argument")
+            self._check_devices(device, args)
             self.spec.check(*args, **kwargs)
-            if device.type == "cpu" or _flag("M3_HW_CHECK"):
+            if value_checks(device.type):
                 self.spec.check_values(*args, **kwargs)
         except ContractError as error:
             raise ContractError(f"{self.spec.name}: {error}") from None
+
+    def _check_devices(self, device: torch.device, args: tuple[Any, ...]) -> None:
+        for i, value in enumerate(args):
+            if isinstance(value, Tensor) and value.device != device:
+                argument = list(self.spec.reference.__annotations__)[i]
+                raise ContractError(f"{argument} has device {value.device}; accepted: {device}, the device of the first argument")
+
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
+        """The spec's fake kernel. torch sends it every call with a meta tensor, real ones among them too."""
+        try:
+            self._check_devices(args[0].device, args)
+        except ContractError as error:
+            raise ContractError(f"{self.spec.name}: {error}") from None
+        return self.spec.fake(*args, **kwargs)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as torch passes them: only keyword-only ones by name."""
+        bound = inspect.signature(self.spec.reference).bind(*args, **kwargs)
+        return bound.args, bound.kwargs
 
     def _resolve(self, key: tuple[str, str, torch.dtype]) -> _Entry:
         """Fill a line of the table. Not cached when it falls back, so that the policy is read anew."""
@@ -206,7 +228,7 @@ def register(spec: OpSpec[P, R]) -> Callable[P, R]:
     operator = _operators[spec.name] = _Operator(spec)
     _library.define(spec.name + torch.library.infer_schema(spec.reference, mutates_args=spec.mutates))  # type: ignore[no-untyped-call]
     _library.impl(spec.name, operator, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"m3_hw::{spec.name}", spec.fake, lib=_library)
+    torch.library.register_fake(f"m3_hw::{spec.name}", operator.fake, lib=_library)
     overload = getattr(torch.ops.m3_hw, spec.name).default
 
     @functools.wraps(spec.reference)
@@ -234,6 +256,7 @@ def selected(op: str, *args: Any, **kwargs: Any) -> Selection:
         ContractError, BackendUnavailableError, NotSupportedError: As the call itself would.
     """
     operator = _operator(op)
+    args, kwargs = operator.bind(args, kwargs)
     operator.check(args[0].device, args, kwargs)
     name, origin = requested_backend()
     entry = operator.select(name, args[0].device.type)
@@ -253,16 +276,18 @@ def why_not(op: str, backend: str, *args: Any, **kwargs: Any) -> list[str]:
     operator = _operator(op)
     if _check_name(backend, "backend") in ("auto", "reference"):
         return []
+    if args or kwargs:
+        args, kwargs = operator.bind(args, kwargs)
     found = backends()[backend]
     try:
         reasons = found.unavailable_reasons()
         wanted = found.device_type_when(simulate=simulating())
         if not found.has(op):
-            return [*reasons, found.missing_reason(op)]
+            reasons.append(found.missing_reason(op))
         if args and args[0].device.type != wanted:
             reasons.append(f"takes {wanted} tensors, these are on {args[0].device.type}")
         if reasons or not args:
-            return reasons
+            return list(dict.fromkeys(reasons))
         refuse = found.load(operator.spec).unsupported_reasons
     except BackendUnavailableError as error:
         return [str(error)]
@@ -279,11 +304,13 @@ def capabilities() -> list[Capability]:
 
 
 def _capability(op: str, backend: Backend) -> Capability:
-    reasons = tuple(why_not(op, backend.name))
     try:
+        reasons = tuple(why_not(op, backend.name))
         device_type, missing = backend.device_type, not backend.has(op)
-    except BackendUnavailableError:
-        return Capability(op, backend.name, "unavailable", "?", reasons)
+    except PROBE_ERRORS as error:  # Broken, not absent: a call raises this very error, a report goes on.
+        return Capability(op, backend.name, "unavailable", "?", (f"broken: {type(error).__name__}: {error}",))
+    except BackendUnavailableError as error:
+        return Capability(op, backend.name, "unavailable", "?", (str(error),))
     simulated = simulating() and backend.device_type_when(simulate=True) != device_type
     status: Literal["available", "simulated", "unavailable", "missing"]
     status = "missing" if missing else "unavailable" if reasons else "simulated" if simulated else "available"

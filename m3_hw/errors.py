@@ -1,5 +1,7 @@
 """The errors that m3_hw raises: a malformed call and an unsupported call are different errors."""
 
+from subprocess import SubprocessError
+
 
 class M3HWError(Exception):
     """Base of every error that m3_hw raises on purpose."""
@@ -19,3 +21,18 @@ class BackendUnavailableError(M3HWError):
 
 class BundleError(M3HWError):
     """A parity bundle can't be read, or was not made for this comparison."""
+
+
+PROBE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    SubprocessError,
+)
+"""What looking at something missing or broken may raise: only for reports that must go on, never for choosing a backend."""

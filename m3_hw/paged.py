@@ -75,9 +75,11 @@ def unowned_slots(call: Call) -> Tensor:
 
 
 def unowned(call: Call) -> dict[str, Tensor]:
-    """What nobody owns in a paged call: slots of the pools, and query rows past the last sequence."""
+    """What nobody owns in a paged call: slots of the pools, columns of the table past a sequence's length, and query
+    rows past the last sequence."""
     slots = unowned_slots(call)
-    masks: dict[str, Tensor] = {}
+    columns = torch.arange(call["block_table"].shape[1])
+    masks = {"block_table": columns * PAGE_SIZE >= call["seq_lens"][:, None]}
     for name in ("k_cache", "v_cache"):
         if name in call:
             masks[name] = slots[:, None, :, None].expand_as(call[name])  # [N, Hkv, P, D]

@@ -28,7 +28,8 @@ class Tolerance:
     ulp: every element within `limit` units in the last place of the output's dtype; differences under `floor`
         times the row's largest magnitude don't count (cancellation in fp32).
     rel_l2: ||a - g|| / ||g|| <= `limit` overall and <= `worst_row` in every row (last axis).
-    selection: sets of ids per row; rows that differ only by scores within `margin` of the K-th are near ties.
+    selection: sets of ids per row; rows that differ only by scores within `margin` (of the row's largest) of the
+        K-th are near ties. Inside a row, ids ascend or scores descend, as `order` says.
     """
 
     rule: Rule
@@ -37,6 +38,7 @@ class Tolerance:
     worst_row: float = 0.0
     floor: float = 0.0
     margin: float = 0.0
+    order: Literal["id", "score"] = "id"
 
 
 @dataclass(frozen=True, kw_only=True)

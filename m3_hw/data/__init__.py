@@ -1,0 +1,1 @@
+"""Data of the package: production shapes, with their sources named inside."""
