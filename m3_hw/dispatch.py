@@ -252,6 +252,13 @@ def specs() -> dict[str, OpSpec[..., Any]]:
 def selected(op: str, *args: Any, **kwargs: Any) -> Selection:
     """Which backend would run this call, and why.
 
+    Args:
+        op: Operator's name.
+        *args, **kwargs: The call's arguments; nothing is run.
+
+    Returns:
+        The backend's name and the reason, such as "first backend for cpu tensors (the device of the tensors)".
+
     Raises:
         ContractError, BackendUnavailableError, NotSupportedError: As the call itself would.
     """
@@ -272,6 +279,13 @@ def why_not(op: str, backend: str, *args: Any, **kwargs: Any) -> list[str]:
         op: Operator's name.
         backend: Backend's name.
         *args, **kwargs: A call. Without one, only what doesn't depend on the call is answered.
+
+    Returns:
+        The reasons, each with what the call has and what is accepted.
+
+    Raises:
+        ContractError: Unknown operator; lists the known ones.
+        BackendUnavailableError: Unknown backend name; lists the known ones.
     """
     operator = _operator(op)
     if _check_name(backend, "backend") in ("auto", "reference"):

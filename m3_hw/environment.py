@@ -11,11 +11,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from m3_hw.errors import PROBE_ERRORS
@@ -80,7 +81,7 @@ def environment() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Installed versions, from the distributions' metadata: nothing is imported for them."""
-    installed = {name: _probe(lambda name=name: _version(name)) for name in PACKAGES}
+    installed = {name: _probe(partial(_version, name)) for name in PACKAGES}
     built_for = {"torch_cuda": _probe(lambda: torch.version.cuda), "torch_git": _probe(lambda: torch.version.git_version)}
     return {"python": platform.python_version(), **installed, **built_for}
 

@@ -97,7 +97,9 @@ def ids_among(*experts: int) -> Ids:
     return make
 
 
-def _sample(num_tokens: int, hidden: int, top_k: int, num_experts: int, make_ids: Ids = distinct_ids) -> Callable[[Draw, torch.dtype], Call]:
+def _sample(
+    num_tokens: int, hidden: int, top_k: int, num_experts: int, make_ids: Ids = distinct_ids
+) -> Callable[[Draw, torch.dtype], Call]:
     def make(draw: Draw, dtype: torch.dtype) -> Call:
         ids = make_ids(draw, num_tokens, top_k, num_experts)
         return {"x": draw.values((num_tokens, hidden), dtype), "ids": ids, "num_experts": num_experts}

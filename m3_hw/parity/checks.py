@@ -362,9 +362,18 @@ def opcheck(subject: Subject) -> Judgement:
     """torch.library.opcheck: the schema, the fake kernel and tracing agree with what the operator does."""
     with use_backend(subject.case.backend):
         overload = getattr(torch.ops.m3_hw, subject.case.op).default
-        results = torch.library.opcheck(overload, (), subject.on_device(subject.call), raise_exception=False)
+        results = torch.library.opcheck(
+            overload, (), subject.on_device(subject.call), test_utils=_opcheck_tests(subject.call), raise_exception=False
+        )
     bad = [f"{test}: {result}" for test, result in results.items() if result != "SUCCESS"]
     return failed("; ".join(bad)) if bad else OK
+
+
+def _opcheck_tests(call: Call) -> tuple[str, ...]:
+    """All of opcheck's tests; without the one of the schema on fp8, which torch can't compare (`inputs_unchanged` and `no_alias` can)."""
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    has_fp8 = any(isinstance(value, Tensor) and value.dtype == contract.FP8 for value in call.values())
+    return tests if has_fp8 else ("test_schema", *tests)
 
 
 class _Module(torch.nn.Module):
