@@ -9,8 +9,7 @@ from m3_hw.ops.dequantize_mxfp8 import GROUP
 
 def dequantize_mxfp8(w: Tensor, scale: Tensor) -> Tensor:
     power = scale.view(torch.float8_e8m0fnu).to(torch.bfloat16)[..., None]  # [Nd, Kd/32, 1]
-    out = torch.empty(w.shape, dtype=torch.bfloat16)
-    groups = out.unflatten(1, (-1, GROUP))  # [Nd, Kd/32, 32]
+    groups = torch.empty((*scale.shape, GROUP), dtype=torch.bfloat16)  # [Nd, Kd/32, 32]
     for rows in row_tiles(*w.shape):
-        torch.mul(w[rows].to(torch.bfloat16).unflatten(1, (-1, GROUP)), power[rows], out=groups[rows])
-    return out
+        torch.mul(w[rows].to(torch.bfloat16).reshape(groups[rows].shape), power[rows], out=groups[rows])
+    return groups.view(w.shape)

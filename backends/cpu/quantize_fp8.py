@@ -11,13 +11,13 @@ from m3_hw.ops.quantize_fp8 import FP8_MAX, GROUP, spread_scale, to_fp8
 
 def quantize_fp8(x: Tensor, *, granularity: str) -> tuple[Tensor, Tensor]:
     num_rows = x.shape[0]
-    columns = x.split(GROUP if granularity in ("group128", "block128") else x.shape[1], dim=1)
+    columns = torch.split(x, GROUP if granularity in ("group128", "block128") else x.shape[1], dim=1)
     largest = [torch.linalg.vector_norm(part, torch.inf, dim=1, dtype=torch.float32) for part in columns]
     amax = torch.stack(largest, dim=1)  # [M, groups]
-    if granularity in ("block128", "tensor"):
-        length = GROUP if granularity == "block128" else max(num_rows, 1)
-        missing = -num_rows % length if num_rows or granularity == "block128" else 1
-        amax = F.pad(amax, (0, 0, 0, missing)).unflatten(0, (-1, length)).amax(1)
+    if granularity == "block128":
+        amax = F.pad(amax, (0, 0, 0, -num_rows % GROUP)).view(-(-num_rows // GROUP), GROUP, len(columns)).amax(1)
+    elif granularity == "tensor":
+        amax = F.pad(amax, (0, 0, 0, 1)).amax(0, keepdim=True)  # a row of zeros, for a tensor without rows
     scale = amax / FP8_MAX
     scale.masked_fill_(scale == 0, 1)
     row_scale = spread_scale(scale, num_rows, len(columns))  # [M, groups]

@@ -74,6 +74,59 @@ def parity(
     _finish(report, html, junit, json, markdown)
 
 
+@app.command("record")
+def record(
+    backend: Annotated[str, typer.Option("--backend", help="Backend that runs the cases.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write, such as cuda.m3p.")],
+    op: Ops = None,
+    tier: Tiers = None,
+    dtype: Dtypes = None,
+    sample: Samples = None,
+    seed: Seed = 0,
+) -> None:
+    """Run cases on this machine and write what its backend gave, to be judged elsewhere."""
+    from m3_hw.parity import bundle
+
+    options = _options(op, [backend], tier, dtype, sample, seed=seed)
+    if CERTIFY in options.tiers:
+        raise typer.BadParameter(f"--tier {CERTIFY} can't be recorded: its cases are drawn anew")
+    with _progress() as progress:
+        bundle.record(options, backend, ready(output), progress=progress)
+    typer.echo(f"wrote {output}")
+
+
+Recording = Annotated[Path, typer.Argument(help="What `m3-hw parity record` wrote.")]
+
+
+@app.command("compare")
+def compare(a: Recording, b: Recording, html: Html = None, junit: Junit = None, json: Json = None, markdown: Markdown = None) -> None:
+    """Judge recording B against recording A; needs neither backend."""
+    from m3_hw.parity import bundle
+
+    with _progress() as progress:
+        report = bundle.compare(bundle.load(a), bundle.load(b), command=command(), progress=progress)
+    _finish(report, html, junit, json, markdown)
+
+
+@app.command("check")
+def check_recording(
+    a: Recording,
+    backend: Annotated[str, typer.Option("--backend", help="Backend that runs the cases here.")],
+    html: Html = None,
+    junit: Junit = None,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Run the cases of recording A on a backend of this machine, and judge them against it."""
+    from m3_hw.parity import bundle
+    from m3_hw.parity.cases import accepted, known
+
+    accepted("backend", [backend], known())
+    with _progress() as progress:
+        report = bundle.check(bundle.load(a), backend, command=command(), progress=progress)
+    _finish(report, html, junit, json, markdown)
+
+
 def _options(
     op: list[str] | None,
     backend: list[str] | None,
@@ -135,6 +188,8 @@ class _PlainProgress:
         self._printed = 0
 
     def __call__(self, result: "Result", done: int, total: int) -> None:
+        if done == 1:
+            self._printed = 0  # another pass begins
         if done * 20 // total > self._printed:
             self._printed = done * 20 // total
             typer.echo(f"{done}/{total} {result.case.id}", err=True)

@@ -34,8 +34,8 @@ def dequantize_mxfp8(w: Tensor, scale: Tensor) -> Tensor:
     Source: OCP Microscaling Formats (MX) 1.0, MXFP8 E4M3.
     """
     power = scale.view(torch.float8_e8m0fnu).to(torch.float32)  # [Nd, Kd/32]
-    wide = w.to(torch.float32).unflatten(1, (-1, GROUP)) * power[..., None]  # [Nd, Kd/32, 32]
-    return wide.flatten(1).to(torch.bfloat16)
+    wide = w.to(torch.float32).reshape(*scale.shape, GROUP) * power[..., None]  # [Nd, Kd/32, 32]
+    return wide.to(torch.bfloat16).view(w.shape)
 
 
 def _fake(w: Tensor, scale: Tensor) -> Tensor:

@@ -162,9 +162,17 @@ def digest(tensor: Tensor) -> str:
 
 
 def digest_call(call: Call) -> str:
-    """sha256 of a call: every argument's name, and its tensor's digest or its value."""
-    lines = (f"{name}={digest(value) if isinstance(value, Tensor) else repr(value)}\n" for name, value in call.items())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    """sha256 of a call: every argument's name, and its tensor's dtype and digest, or its value."""
+    values = {k: f"{_dtype_name(v.dtype)} {digest(_one_nan(v))}" if isinstance(v, Tensor) else repr(v) for k, v in call.items()}
+    return hashlib.sha256("".join(f"{name}={value}\n" for name, value in values.items()).encode()).hexdigest()
+
+
+def _one_nan(tensor: Tensor) -> Tensor:
+    """The bits of a floating tensor with one NaN: which of them a conversion leaves differs between hosts."""
+    if not tensor.is_floating_point():
+        return tensor
+    bits = tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return bits.masked_fill(tensor.double().isnan(), -1)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -226,27 +234,26 @@ def load(path: Path) -> Bundle:
     Raises:
         BundleError: The file is missing, no bundle, truncated, altered, of a newer format, or of operators unknown here.
     """
-    if not path.is_file():
-        raise BundleError(f"{path} {'is no file' if path.exists() else 'does not exist'}")
+    try:
+        with path.open("rb") as raw:
+            start = raw.read(64)
+        size = path.stat().st_size
+    except OSError as error:
+        raise BundleError(f"{path} can't be read: {error.strerror}") from None
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             manifest = _read_manifest(path, file.metadata() or {})
-            names = set(file.keys())
-            bundle = _bundle(path, manifest, {name: file.get_tensor(name) for name in names})
+            return _bundle(path, manifest, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118, it is no dict
     except BROKEN as error:
-        raise BundleError(f"{path} {_what_is_wrong(path)}: {error}") from None
-    return bundle
+        raise BundleError(f"{path} {_what_is_wrong(start, size)} ({type(error).__name__}: {error})") from None
 
 
-def _what_is_wrong(path: Path) -> str:
-    """Of a file that can't be parsed: whether it was a bundle once, from its first bytes."""
-    with path.open("rb") as file:
-        start = file.read(24)
-    length = int.from_bytes(start[:8], "little")
-    if b"__metadata__"[: len(start) - 10] not in start[8:] or len(start) < 12:
-        return "is not a bundle"
-    size = path.stat().st_size
-    return f"is truncated ({size} bytes, the header alone has {length + 8})" if size < length + 8 else "is truncated or damaged"
+def _what_is_wrong(start: bytes, size: int) -> str:
+    """Of a file that can't be parsed: whether it was a safetensors file once, by its first bytes."""
+    length = int.from_bytes(start[:8], "little") + 8
+    if not start[8:].startswith(b'{"__metadata__"'):
+        return f"is not a bundle, or cut off after {size} bytes" if size < len(start) else "is not a bundle"
+    return f"is truncated: it has {size} bytes, its header alone {length}" if size < length else "is truncated or damaged"
 
 
 def _read_manifest(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
@@ -254,7 +261,9 @@ def _read_manifest(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     if not version:
         raise BundleError(f"{path} is not a bundle: its format is {metadata.get('format')!r}, wanted '{FORMAT}/{VERSION}'")
     if int(version[1]) != VERSION:
-        raise BundleError(f"{path} has format {version[0]!r}; this version of m3-hw reads '{FORMAT}/{VERSION}': update m3-hw, or record again")
+        raise BundleError(
+            f"{path} has format {version[0]!r}; this version of m3-hw reads '{FORMAT}/{VERSION}': update m3-hw, or record again"
+        )
     text = metadata["manifest"]
     if hashlib.sha256(text.encode()).hexdigest() != metadata["sha256"]:
         _damaged(path, "its manifest")
@@ -400,20 +409,26 @@ def _judged(left: Recorded, right: Recorded, labels: tuple[str, str], bundles: t
                 f"(recorded by {bundle.made_by}); record again with the same version"
             )
     wanted = golden(spec, call)
-    results = []
-    for entry, label in ((left, labels[0]), (right, labels[1])):
-        case = replace(entry.case, backend=label)
-        if problem := _structure(entry.outputs, wanted):
-            results.append(Result(case, "parity", "fail", problem))
-        else:
-            found = judge(spec, call, dtype, entry.outputs, wanted)
-            results.append(Result(case, "parity", "pass" if found.passed else "fail", found.message, metrics=found.metrics, tolerance=found.tolerance))
+    results = [_judged_alone(entry, label, spec, call, dtype, wanted) for entry, label in zip((left, right), labels, strict=True)]
     both = Result(replace(left.case, backend=" vs ".join(labels)), "distance", "pass")
-    if problem := _structure(right.outputs, left.outputs) or next((r.message for r in results if not r.metrics), ""):
-        both.status, both.message = "fail", problem
-    else:
-        _measure_distance(both, spec, call, (left, right), wanted, labels)
+    if failed := [result.case.backend for result in results if result.status == "fail"]:
+        both.status, both.message = "fail", f"{' and '.join(failed)} failed against the golden result"
+    if problem := _structure(right.outputs, left.outputs):
+        both.status, both.message = "fail", f"{labels[1]} against {labels[0]}: {problem}"
+    elif all(result.metrics for result in results) and not (failed and spec.scores):  # a wrong selection has no distance
+        npu = 0 if labels[0].startswith("ascend") and not labels[1].startswith("ascend") else 1
+        both.metrics = _distance(spec, call, dtype, (left.outputs, right.outputs), wanted, npu)
+        levels = [f"{name} reaches {m['double_benchmark']['level']}" for name, m in both.metrics.items() if "double_benchmark" in m]
+        both.note = f"double benchmark of {labels[npu]} against {labels[1 - npu]}: {', '.join(levels)}" if levels else ""
     return [*results, both]
+
+
+def _judged_alone(entry: Recorded, label: str, spec: OpSpec[..., Any], call: Call, dtype: torch.dtype, wanted: Outputs) -> Result:
+    case = replace(entry.case, backend=label)
+    if problem := _structure(entry.outputs, wanted):
+        return Result(case, "parity", "fail", problem)
+    found = judge(spec, call, dtype, entry.outputs, wanted)
+    return Result(case, "parity", "pass" if found.passed else "fail", found.message, metrics=found.metrics, tolerance=found.tolerance)
 
 
 def _rebuilt(entry: Recorded, bundle: Bundle) -> Call:
@@ -435,18 +450,25 @@ def _structure(actual: Outputs, wanted: Outputs) -> str:
     return ""
 
 
-def _measure_distance(
-    result: Result, spec: OpSpec[..., Any], call: Call, entries: tuple[Recorded, Recorded], wanted: Outputs, labels: tuple[str, str]
-) -> None:
-    """How far the second is from the first, and the double benchmark. Neither decides: each side has been judged."""
-    first, second = (entry.outputs for entry in entries)
+def _distance(
+    spec: OpSpec[..., Any], call: Call, dtype: torch.dtype, sides: tuple[Outputs, Outputs], wanted: Outputs, npu: int
+) -> dict[str, Metrics]:
+    """By output, how far the second side is from the first, and the double benchmark of one side against the other."""
+    first, second = sides
     exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in first.items()}
-    result.metrics = judge(spec, call, DTYPES[entries[0].case.dtype], second, exact).metrics
-    npu, gpu = (0, 1) if labels[0].startswith("ascend") and not labels[1].startswith("ascend") else (1, 0)
-    levels = []
-    for name in (name for name, tensor in wanted.items() if tensor.is_floating_point() and tensor.numel()):
-        sides = [_same_rows(name, outputs, (first, second, wanted)) for outputs in ((first, second)[npu], (first, second)[gpu], wanted)]
-        result.metrics[name]["double_benchmark"] = found = double_benchmark(*sides)
-        levels.append(f"{name} reaches {found['level']}")
-    if levels:
-        result.note = f"double benchmark of {labels[npu]} against {labels[gpu]}: {', '.join(levels)}"
+    metrics = judge(spec, call, dtype, second, exact).metrics
+    for name, tensor in wanted.items():
+        if tensor.is_floating_point() and tensor.numel():
+            outputs = _comparable(spec, name, dtype, (sides[npu], sides[1 - npu], wanted))
+            metrics[name]["double_benchmark"] = double_benchmark(*outputs)
+    return metrics
+
+
+def _comparable(spec: OpSpec[..., Any], name: str, dtype: torch.dtype, sides: tuple[Outputs, ...]) -> list[Tensor]:
+    """One output of every side; what goes with selected ids only where all sides have the same ids in the same order."""
+    found = [side[name] for side in sides]
+    for other, ids in sides[0].items():
+        if spec.tolerances[other][dtype].rule == "selection" and ids.shape == found[0].shape:
+            same = torch.stack([(side[other] == ids).all(-1) for side in sides]).all(0)
+            found = [tensor[same] for tensor in found]
+    return found
