@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 
 from m3_hw.errors import PROBE_ERRORS
@@ -199,7 +199,7 @@ def _torch_settings() -> dict[str, Callable[[], Any]]:
         "cuda_matmul_allow_bf16_reduced_precision_reduction": lambda: matmul.allow_bf16_reduced_precision_reduction,
         "cuda_matmul_allow_fp16_reduced_precision_reduction": lambda: matmul.allow_fp16_reduced_precision_reduction,
         "cuda_matmul_allow_fp16_accumulation": lambda: matmul.allow_fp16_accumulation,
-        "cudnn_fp32_precision": lambda: torch.backends.cudnn.fp32_precision,  # type: ignore[attr-defined]
+        "cudnn_fp32_precision": lambda: torch.backends.cudnn.fp32_precision,
         "cudnn_deterministic": lambda: torch.backends.cudnn.deterministic,
         "cudnn_benchmark": lambda: torch.backends.cudnn.benchmark,
         "mkldnn": torch.backends.mkldnn.is_available,

@@ -258,10 +258,10 @@ def test_nothing_to_do_is_an_error():
     [
         (("--cases", "5"), "--tier certify"),
         (("--state", "x"), "--tier certify"),
-        (("--tier", "certify", "--cases", "0"), "0 is not in the range"),
+        (("--tier", "certify", "--cases", "0"), "--cases"),
         (("--tier", "certify", "--check", "parity"), "don't go with"),
-        (("--seed", "x"), "not a valid int"),
-        (("--nope",), "No such option"),
+        (("--seed", "x"), "--seed"),
+        (("--nope",), "--nope"),
     ],
 )
 def test_wrong_usage_is_refused(options: tuple[str, ...], says: str):
@@ -305,9 +305,9 @@ def test_recording_that_differs_exits_with_1(tmp_path: Path, wrong_rms_norm: Non
 
 def test_unusable_recordings_are_refused(tmp_path: Path):
     a = tmp_path / "a.m3p"
-    assert "does not exist" in error_line(m3_hw("parity", "compare", str(a), str(a)))
+    assert str(a) in error_line(m3_hw("parity", "compare", str(a), str(a)))
     a.write_text("not a recording")
-    assert "is not a bundle" in error_line(m3_hw("parity", "check", str(a), "--backend", "cpu"))
+    assert str(a) in error_line(m3_hw("parity", "check", str(a), "--backend", "cpu"))
     assert "'cup'" in error_line(m3_hw("parity", "check", str(a), "--backend", "cup"))
     assert "'cup'" in error_line(m3_hw("parity", "record", "-o", str(a), "--backend", "cup"))
     assert "can't be used here" in error_line(m3_hw("parity", "record", "-o", str(a), "--backend", "ascend", *CASES))

@@ -1,6 +1,7 @@
 """A backend of a separate distribution, installed and used in processes of its own."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -138,3 +139,56 @@ def test_auto_doesnt_import_a_plugin_that_it_doesnt_take(site: Path) -> None:
 def test_the_plugin_lists_what_it_lacks(toy_backend: Backend) -> None:
     assert {gap.op for gap in toy_backend.gaps} == set(specs()) - {"rms_norm"}
     assert all(isinstance(gap, Gap) and gap.reason for gap in toy_backend.gaps)
+
+
+def suite(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The parity suite on the plugin, run as its author would."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "m3_hw.parity.pytest_plugin",
+        "--pyargs",
+        "m3_hw.parity.suite",
+        "-p",
+        "no:cacheprovider",
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("M3_HW_", "PYTEST_"))} | {
+        "PYTHONPATH": str(site)
+    }
+    return subprocess.run(
+        [*command, "--m3-hw-backend", "toy", *arguments],
+        env=environment,
+        cwd=site,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_suite_passes_on_the_plugin_and_skips_its_listed_gaps(installed: Path) -> None:
+    done = suite(installed, "--m3-hw-check", "parity", "--m3-hw-check", "strided", "--m3-hw-check", "contract_errors")
+    assert done.returncode == 0, done.stdout
+    passed, skipped = (int(count) for count in re.search(r"(\d+) passed, (\d+) skipped", done.stdout).groups())  # type: ignore[union-attr]
+    assert passed > len(specs()["rms_norm"].samples)
+    assert skipped == (len(specs()) - 1) * 3, "one for each operator that is missing, in each dtype"
+
+
+def test_the_suite_names_a_wrong_result_of_the_plugin(site: Path) -> None:
+    module = site / "m3_hw_toy" / "rms_norm.py"
+    module.write_text(module.read_text().replace("1 + weight", "weight"))
+    done = suite(site, "--m3-hw-op", "rms_norm", "--m3-hw-check", "parity")
+    assert done.returncode == 1
+    assert "FAILED" in done.stdout
+    assert "rms_norm-toy-float32-rows-parity" in done.stdout
+
+
+def test_the_suite_fails_on_a_gap_that_is_not_listed(site: Path) -> None:
+    gaps = site / "m3_hw_toy" / "unsupported.toml"
+    gaps.write_text(gaps.read_text().replace('op = "rope"', 'op = "rms_norm"'))
+    done = suite(site, "--m3-hw-op", "rms_norm", "--m3-hw-op", "rope", "--m3-hw-check", "parity")
+    assert done.returncode == 1
+    assert "no implementation, and unsupported.toml doesn't say why" in done.stdout
+    assert "lists this as a gap" in done.stdout

@@ -81,7 +81,7 @@ def plot(bench: Bench, path: Path) -> None:
             axis.margins(y=0.005)
             axis.set_xmargin(0.18)
         figure.suptitle(f"m3-hw bench · {bench.device} · {bench.created[:10]}")
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=130, format="png")
 
 
 def _markdown_row(cells: Any) -> str:

@@ -19,7 +19,8 @@ from m3_hw.bench.timing import QUICK, Effort, Run, graphed, measure
 from m3_hw.dispatch import backends, specs, use_backend
 from m3_hw.environment import environment
 from m3_hw.errors import ContractError, M3HWError
-from m3_hw.parity.cases import DTYPES, accepted, device_of
+from m3_hw.parity.cases import DTYPES, accepted, device_of, known
+from m3_hw.parity.checks import simulated
 
 FORMAT = "m3_hw.bench/1"
 
@@ -97,7 +98,7 @@ def run(choice: Choice, *, command: str = "", progress: Progress | None = None) 
         ContractError: An unknown name, or no line that has what is asked for.
     """
     started = time.perf_counter()
-    names = accepted("backend", choice.backends, [*backends(), "reference"], default=_usable())
+    names = _backends(choice)
     todo = [(name, *line) for name in names for line in _lines(choice, torch.device(device_of(name)))]
     if not todo:
         raise ContractError("no line of the benchmark has what is asked for; `m3-hw bench --list` lists them")
@@ -121,12 +122,18 @@ def run(choice: Choice, *, command: str = "", progress: Progress | None = None) 
 
 def line_names(choice: Choice) -> list[str]:
     """Names and dtypes of the lines of a choice."""
-    names = accepted("backend", choice.backends, [*backends(), "reference"], default=_usable())
-    return [f"{name}: {b.name}, {_name(dtype)}" for name in names for b, dtype in _lines(choice, torch.device(device_of(name)))]
+    return [f"{name}: {b.name}, {_name(dtype)}" for name in _backends(choice) for b, dtype in _lines(choice, torch.device(device_of(name)))]
 
 
-def _usable() -> list[str]:
-    return [name for name, backend in backends().items() if not backend.unavailable_reasons()]
+def _backends(choice: Choice) -> list[str]:
+    """The backends of a choice; without one, those that can run here. What a simulated one takes means nothing."""
+    names = accepted("backend", choice.backends, known(), default=[n for n, b in backends().items() if not b.unavailable_reasons()])
+    if choice.backends is None:
+        return [name for name in names if not simulated(name)]
+    for name in names:
+        if simulated(name):
+            raise ContractError(f"backend has {name!r}, simulated here; accepted: backends on their own hardware")
+    return names
 
 
 def _lines(choice: Choice, device: torch.device) -> list[tuple[Benchmark, torch.dtype]]:
@@ -174,10 +181,9 @@ def _fill(line: Line, benchmark: Benchmark, job: Job, device: torch.device, effo
         floor = ceilings.floor_seconds(job.cost.bytes, job.cost.operations, precision)
         line.share = floor / timing.median
         line.bound = "copy" if floor == job.cost.bytes / ceilings.copy else "matmul"
-        if job.baseline is not None:
-            baseline = job.baseline()
-            line.baseline, line.baseline_seconds = baseline.name, measure(prepared(baseline.run), device, effort).median
-            line.ratio = line.baseline_seconds / timing.median
+        baseline = job.baseline()
+        line.baseline, line.baseline_seconds = baseline.name, measure(prepared(baseline.run), device, effort).median
+        line.ratio = line.baseline_seconds / timing.median
 
 
 def _judge(line: Line, target: Target) -> dict[str, Any]:

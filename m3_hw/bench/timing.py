@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 
 Run = Callable[[], Any]

@@ -38,15 +38,20 @@ def _options(config: pytest.Config) -> Options:
     return Options(seed=config.getoption("--m3-hw-seed"), **picked)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """An unknown name ends the run with a usage error that lists the known ones."""
+    try:
+        _options(config).cases()
+    except ContractError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests with `parity_case` and `parity_check` run once for each pair; with `parity_backend`, for each backend."""
     if "parity_case" not in metafunc.fixturenames and "parity_backend" not in metafunc.fixturenames:
         return
     options = _options(metafunc.config)
-    try:
-        cases = options.cases()
-    except ContractError as error:
-        raise pytest.UsageError(str(error)) from None
+    cases = options.cases()
     if "parity_backend" in metafunc.fixturenames:
         metafunc.parametrize("parity_backend", sorted({case.backend for case in cases} - {"reference"}))
     else:

@@ -80,7 +80,7 @@ def _deciding(result: Result) -> Iterator[Deciding]:
         metrics = result.metrics.get(output, {})
         for name, path, limit in DECIDES[tolerance["rule"]]:
             value = _at(metrics, path)
-            if value is not None:
+            if value or (value is not None and name != NONFINITE[0]):
                 yield Deciding(output, name, value, tolerance.get(limit, 0.0), tolerance["rule"])
 
 
@@ -155,8 +155,15 @@ class Row:
 
     @property
     def unmeasured(self) -> str:
-        """What to say where a worst case would stand: which check failed, else why nothing ran."""
-        return next((f"{r.case.sample}: {r.check}" for r in self.results if r.status == "fail"), self.reason)
+        """What to say where a worst case would stand: which check failed, else the level reached, else why nothing ran."""
+        failed = next((f"{r.case.sample}: {r.check}" for r in self.results if r.status == "fail"), "")
+        return failed or (f"double benchmark {self.level}" if self.level else self.reason)
+
+    @property
+    def level(self) -> str | None:
+        """Level of Ascend's double benchmark that every case reaches, of a comparison of two recordings."""
+        found: list[Any] = self.numbers("double_benchmark", "level")
+        return min(found, key=("none", "L0", "L1", "L2").index, default=None)
 
     def numbers(self, *path: str) -> list[float]:
         """Every value of one metric, over results and outputs."""
