@@ -23,7 +23,7 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
 fi
 
-echo "Making .venv with $("$python" --version), torch: $torch"
+echo "Making .venv with $("$python" --version)"
 rm -rf .venv
 if [ "$torch" = system ]; then
     "$python" -c 'import torch' || {
@@ -33,8 +33,10 @@ if [ "$torch" = system ]; then
     "$python" -m venv --system-site-packages .venv
 else
     "$python" -m venv .venv
+    echo "Installing $torch (minutes)"
     read -ra requirement <<<"$torch"
     .venv/bin/python -m pip install --quiet "${requirement[@]}"
 fi
+echo "Installing the package with its test and dev extras (minutes)"
 .venv/bin/python -m pip install --quiet --editable ".[test,dev]"
 echo "$wanted" >"$stamp"

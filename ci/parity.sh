@@ -17,11 +17,13 @@ if command -v npu-smi >/dev/null && npu-smi info >/dev/null 2>&1; then hardware+
 # A backend that is written but doesn't find its hardware's software is a failure here, never a silent skip.
 python ci/expect_backends.py "${hardware[@]}"
 
+status=0
 parity() { # NAME-OF-REPORT ARGUMENT ...
     local report=build/$1
     shift
-    m3-hw parity --html "$report.html" --json "$report.json" --junit "$report.xml" "$@"
-    echo "Report: $PWD/$report.html"
+    rm -f "$report".{html,json,xml} # so that an old report never passes for this run's
+    m3-hw parity --html "$report.html" --json "$report.json" --junit "$report.xml" "$@" || status=$?
+    [ ! -f "$report.html" ] || echo "Report: $PWD/$report.html"
 }
 
 # With no --backend the report also shows the backends that can't run here, and why.
@@ -35,3 +37,4 @@ for backend in $simulated; do
     case " ${hardware[*]} " in *" $backend "*) continue ;; esac
     M3_HW_SIMULATE=1 parity "parity-$backend-simulated" --backend "$backend" "$@"
 done
+exit "$status"

@@ -88,7 +88,8 @@ def parse(docstring: str) -> Doc:
     summary, *paragraphs = (p.strip() for p in body.strip().split("\n\n"))
     formula, *notes = paragraphs or [""]
     args = tuple(_items(sections.pop("Args", "")))
-    return Doc(summary, formula, "\n\n".join(_flow(p) for p in notes), args, {name: _flow(text) for name, text in sections.items()})
+    flowed = {name: _returns(text) if name == "Returns" else _flow(text) for name, text in sections.items()}
+    return Doc(summary, formula, "\n\n".join(map(_flow, notes)), args, flowed)
 
 
 def _items(section: str) -> list[tuple[str, str]]:
@@ -98,15 +99,14 @@ def _items(section: str) -> list[tuple[str, str]]:
 
 
 def _flow(text: str) -> str:
-    """One line of text; `name: text` entries that start a line of their own stay apart."""
-    lines = inspect.cleandoc(text).splitlines()
-    joined: list[str] = []
-    for line in lines:
-        if joined and (line.startswith(" ") or not re.match(r"[\w, ]+: ", line)):
-            joined[-1] += " " + line.strip()
-        else:
-            joined.append(line.strip())
-    return "\n".join(joined)
+    """The text in one line."""
+    return " ".join(text.split())
+
+
+def _returns(section: str) -> str:
+    """One line, or one for each output where they are listed by name."""
+    entries = re.split(r"\n(?=\w+(?:, \w+)*: )", inspect.cleandoc(section))
+    return "\n".join(map(_flow, entries))
 
 
 def _annotation(annotation: Any) -> str:
@@ -147,13 +147,13 @@ def markdown(entries: Sequence[Entry]) -> str:
 
 def _section(entry: Entry) -> str:
     spec, doc = entry.spec, entry.doc
-    parts = [f"## {spec.name}", doc.summary, f"```python\n{entry.signature}\n```", f"```\n{doc.formula}\n```"]
+    parts = [f"## {spec.name}", _plain(doc.summary), f"```python\n{entry.signature}\n```", f"```\n{doc.formula}\n```"]
     if doc.notes:
-        parts.append(doc.notes)
+        parts.append(_plain(doc.notes))
     parts.append(
         _table(("argument", ""), [(", ".join(f"`{n.strip()}`" for n in name.split(",")), text) for name, text in doc.args]).rstrip()
     )
-    parts += [f"**{name}.** {_as_list(text)}" for name, text in doc.sections.items()]
+    parts += [f"**{name}.**{_as_list(text)}" for name, text in doc.sections.items()]
     if spec.mutates:
         parts.append(f"**Writes to** {', '.join(f'`{name}`' for name in spec.mutates)}.")
     parts.append(f"**Data types under test.** {', '.join(entry.dtypes)}.")
@@ -166,7 +166,12 @@ def _section(entry: Entry) -> str:
 
 def _as_list(text: str) -> str:
     """Entries of several lines as a list."""
-    return text if "\n" not in text else "\n\n" + "\n".join(f"- {line}" for line in text.splitlines())
+    return f" {_plain(text)}" if "\n" not in text else "\n\n" + "\n".join(f"- {_plain(line)}" for line in text.splitlines())
+
+
+def _plain(text: str) -> str:
+    """Text whose stars, outside code, are no emphasis: 2*I."""
+    return "`".join(part if i % 2 else part.replace("*", r"\*") for i, part in enumerate(text.split("`")))
 
 
 def _limits(spec: OpSpec[..., Any]) -> list[tuple[str, ...]]:
@@ -197,4 +202,4 @@ def _samples(spec: OpSpec[..., Any]) -> list[tuple[str, ...]]:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+    return "".join("| " + " | ".join(_plain(" ".join(cell.split())).replace("|", r"\|") for cell in line) + " |\n" for line in lines)

@@ -123,18 +123,34 @@ def test_backend_that_cannot_run_a_line_says_why(monkeypatch: pytest.MonkeyPatch
     assert line.seconds is None
 
 
+def test_target_of_a_line_that_could_not_run_is_missed(monkeypatch: pytest.MonkeyPatch):
+    from m3_hw.dispatch import backends
+
+    monkeypatch.setattr(type(backends()["cpu"]), "has", lambda self, op: False)
+    monkeypatch.setattr(m3_hw.dispatch._operators["select_blocks"], "_table", {})
+    choice = Choice(
+        ops=("select_blocks", "sparse_attention"), workloads=("32 queries",), dtypes=("float32",), backends=("cpu",), quick=True
+    )
+    (line,) = run(choice).lines
+    assert line.error
+    assert [(target["metric"], target["value"], target["met"]) for target in line.targets] == [
+        ("ratio", None, False),
+        ("peak_memory", None, False),
+    ]
+
+
 # timing
 
 
 def test_measures_the_median_of_a_known_time():
     timing = measure(lambda: time.sleep(0.01), CPU, Effort(min_seconds=0.0, min_repeats=5, max_repeats=5))
     assert len(timing.seconds) == 5
-    assert 0.01 <= timing.median < 0.1
+    assert 0.01 <= timing.median < 1
 
 
 def test_repeats_until_the_time_is_up():
     timing = measure(lambda: time.sleep(0.002), CPU, Effort(min_seconds=0.05, min_repeats=1, max_repeats=1000))
-    assert 0.05 <= sum(timing.seconds) < 1
+    assert 0.05 <= sum(timing.seconds) < 2
 
 
 def test_long_first_call_is_not_repeated():

@@ -52,7 +52,7 @@ def terminal_table(bench: Bench) -> Any:
 
 
 def plot(bench: Bench, path: Path) -> None:
-    """Draw the lines as bars: left the share of the ceiling, right the speed over the baseline; targets as ticks."""
+    """Draw the lines as bars: left the share of the ceiling, right the speed over the baseline, with its targets."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -60,28 +60,38 @@ def plot(bench: Bench, path: Path) -> None:
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(13, 1.6 + 0.24 * max(len(shown), 1)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
-        places = range(len(shown))
-        colours = ["#3b6ea5" if line.bound == "copy" else "#c2703d" for line in shown]
-        shares = [100 * (line.share or 0) for line in shown]
-        left.barh(places, shares, color=colours)
-        left.set_yticks(list(places), [f"{line.name} · {SHORT.get(line.dtype, line.dtype)}" for line in shown])
-        left.set_xlabel("% of the ceiling (blue: copy bandwidth, orange: matrix products)")
-        ratios = [line.ratio or 0 for line in shown]
-        right.barh(places, ratios, color=["#4c9a6a" if ratio >= 1 else "#b5565a" for ratio in ratios])
-        right.axvline(1, color="black", linewidth=0.8)
-        right.set_xscale("log")
-        right.set_xlabel("times as fast as the torch formulation (log scale; black tick: target)")
+        left.set_yticks(range(len(shown)), [f"{line.name} · {SHORT.get(line.dtype, line.dtype)}" for line in shown])
         for place, line in enumerate(shown):
-            left.text(shares[place], place, f" {shares[place]:.0f} % · {_seconds(line.seconds)}", va="center", fontsize=8)
-            right.text(ratios[place], place, f" {ratios[place]:.2f}x", va="center", fontsize=8)
-            for target in line.targets:
-                if target["metric"] == "ratio":
-                    right.plot([target["limit"]], [place], marker="|", markersize=12, color="black")
-        for axis in (left, right):
-            axis.margins(y=0.005)
-            axis.set_xmargin(0.18)
+            _draw_share(left, place, line)
+            _draw_ratio(right, place, line)
+        left.set_xlabel("% of the ceiling (blue: copy bandwidth, orange: matrix products)")
+        left.set_xlim(0, 1.35 * max((100 * (line.share or 0) for line in shown), default=1))
+        right.set_xlabel("times as fast as the torch formulation (diamond: target)")
+        right.set_xscale("log")
+        right.set_xlim(0.7 * min((line.ratio or 1 for line in shown), default=1), 1.6 * max((line.ratio or 1 for line in shown), default=2))
+        right.axvline(1, color="black", linewidth=0.8)
+        right.xaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
+        right.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        right.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+        left.margins(y=0.01)
         figure.suptitle(f"m3-hw bench · {bench.device} · {bench.created[:10]}")
         figure.savefig(path, dpi=130, format="png")
+
+
+def _draw_share(axis: Any, place: int, line: Line) -> None:
+    share = 100 * (line.share or 0)
+    axis.barh(place, share, color="#3b6ea5" if line.bound == "copy" else "#c2703d")
+    axis.text(share, place, f" {share:.0f} % · {_seconds(line.seconds)}", va="center", fontsize=8)
+
+
+def _draw_ratio(axis: Any, place: int, line: Line) -> None:
+    """A bar from 1, to the right where the operator is faster."""
+    ratio = line.ratio or 1.0
+    axis.barh(place, ratio - 1, left=1, color="#4c9a6a" if ratio >= 1 else "#b5565a")
+    axis.text(max(ratio, 1), place, f" {ratio:.2f}x", va="center", fontsize=8)
+    for target in line.targets:
+        if target["metric"] == "ratio":
+            axis.plot([target["limit"]], [place], marker="D", markersize=4, color="black", markeredgecolor="white")
 
 
 def _markdown_row(cells: Any) -> str:

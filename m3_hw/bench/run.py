@@ -164,7 +164,6 @@ def _measure(backend: str, benchmark: Benchmark, dtype: torch.dtype, device: tor
             _fill(line, benchmark, benchmark.make(Inputs.on(dtype, device)), device, effort, ceilings)
     except M3HWError as error:
         line.error = str(error)
-        return line
     line.targets = [_judge(line, target) for target in benchmark.targets]
     return line
 
@@ -225,8 +224,8 @@ def _batch_seconds(function: Callable[..., Any], calls: int, *tensors: torch.Ten
 
 def _device_name(device: torch.device) -> str:
     if device.type == "cpu":
-        facts = environment()
-        return f"{facts['system']['cpu']}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"{environment()['system']['cpu']}, {threads} thread{'s' * (threads != 1)}"
     return str(torch.get_device_module(device).get_device_name())
 
 

@@ -28,8 +28,8 @@ def dequantize_mxfp8(w: Tensor, scale: Tensor) -> Tensor:
     Raises:
         ContractError: Kd is no multiple of 32; scale is not [Nd, Kd/32]; a dtype differs.
 
-    Numerics: Exact, except that what leaves bfloat16's range gives inf (from scale 247 on) or is rounded to its subnormals
-        (up to scale 9), once, to nearest even: subnormals are not flushed to zero. NaN stays NaN.
+    Numerics: Exact, except that values past bfloat16's range give inf (from scale 247 on) and that what its subnormals can't
+        hold is rounded once, to nearest even (up to scale 2). Subnormals (up to scale 9) aren't flushed to zero. NaN stays NaN.
 
     Source: OCP Microscaling Formats (MX) 1.0, MXFP8 E4M3.
     """
