@@ -1,7 +1,7 @@
 """sparse_attention on the CPU: each KV block is read once for all queries that chose it, or each query reads its own blocks.
 
 By block ("KV outer"): an inverted index sorts the queries by block, one fused attention a block and key head takes
-all of them, and partial results merge by their lse. Needs 4 * TILE * G * (D + 2) bytes for the sums, 8 MiB at M3's heads.
+all of them, and partial results merge by their lse. Needs 4 * TILE * G * (D + 2) bytes for the sums, 16 MiB at M3's heads.
 By query: gathers a query's blocks into one run of keys. For few queries a block, and always with `deterministic`, since
 then a query's sums don't depend on what else is in the batch. Needs 2 * GATHERED * D elements of q's dtype, 64 MiB in fp32.
 """
@@ -13,7 +13,7 @@ from m3_hw.backends.cpu._attention import Accumulator, Packed, causal_mask, fuse
 from m3_hw.contract import PAGE_SIZE
 from m3_hw.spec import accumulate_dtype
 
-TILE = 1024
+TILE = 2048
 """Queries whose sums are kept at once: they stay in the cache."""
 GATHERED = 2**16
 """Keys gathered at once, by query."""
