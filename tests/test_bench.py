@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from m3_hw.bench.ceilings import Ceilings, measure_ceilings
 from m3_hw.bench.costs import cost
 from m3_hw.bench.lines import Inputs, benchmarks
 from m3_hw.bench.run import Bench, Choice, Line, line_names, run
-from m3_hw.bench.timing import QUICK, Effort, measure, peak_memory
+from m3_hw.bench.timing import QUICK, Effort, measure, other_cores, peak_memory
 from m3_hw.cli import app
 from m3_hw.contract import PAGE_SIZE
 from m3_hw.dispatch import specs
@@ -164,6 +166,21 @@ def test_peak_memory_sees_what_was_freed_again():
         torch.ones(2**26).sum()  # 256 MiB
         time.sleep(0.05)
     assert 200 * 2**20 < memory() < 400 * 2**20
+
+
+def test_busy_neighbours_are_noticed():
+    code = "import time\nend = time.time() + 0.6\nwhile time.time() < end: pass"
+    with other_cores() as used, subprocess.Popen([sys.executable, "-c", code]):
+        time.sleep(0.01)
+    assert used() > 0.3
+
+
+def test_report_says_that_the_machine_was_busy():
+    line = Line("rms_norm, x", "rms_norm", "cpu", "x", "bfloat16", seconds=1.0, other_cores=1.5)
+    bench = Bench("2026-01-01T00:00:00+00:00", "m3-hw bench", "a CPU", False, {"versions": {}}, {}, lines=[line])
+    assert "up to 1.5 cores during 1 of 1 lines" in report.markdown(bench)
+    line.other_cores = 0.0
+    assert "cores" not in report.markdown(bench)
 
 
 def test_ceilings_bound_the_time():

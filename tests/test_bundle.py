@@ -1,6 +1,7 @@
 """Recordings: what is written is what is read, damage never goes unnoticed, and two sides are judged without a device."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def test_every_truncation_is_refused(file: Path):
     whole = file.read_bytes()
     for size in {*range(0, len(whole), 97), len(whole) - 1, 7, 8, 9, 22, 23}:
         file.write_bytes(whole[:size])
-        with pytest.raises(BundleError, match="truncated|cut off"):
+        with pytest.raises(BundleError, match=r"truncated|cut off"):
             load(file)
 
 
@@ -377,7 +378,7 @@ def test_outputs_of_another_kind_are_a_failure_not_a_crash(recorded: Bundle, cha
     wrong = with_output(named(recorded, "ascend"), "rms_norm", "rows", "bfloat16", y=change)
     failed = [r for r in compare(named(recorded, "cuda"), wrong).results if r.status == "fail"]
     assert [r.case.backend for r in failed] == ["ascend", "cuda vs ascend"]
-    assert failed[0].message and __import__("re").match(message, failed[0].message)
+    assert re.match(message, failed[0].message)
 
 
 def test_another_dtype_on_one_side_fails_the_comparison(recorded: Bundle):
@@ -402,7 +403,7 @@ def test_inputs_that_are_not_those_recorded_are_refused_by_case(recorded: Bundle
 def test_a_sample_of_another_version_is_refused_by_case(recorded: Bundle):
     entry = recorded.cases[0]
     strange = replace(recorded, cases=(replace(entry, case=replace(entry.case, sample="from_the_future")),))
-    with pytest.raises(BundleError, match="from_the_future.*can't be rebuilt here"):
+    with pytest.raises(BundleError, match=r"from_the_future.*can't be rebuilt here"):
         compare(named(strange, "cuda"), named(strange, "ascend"))
     with pytest.raises(BundleError, match="can't be rebuilt here"):
         check(strange, "reference")
@@ -454,7 +455,7 @@ def test_what_a_backend_cannot_run_is_recorded_with_its_reason(monkeypatch):
 
 def test_nothing_recorded_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(module, "run_case", lambda case, call: 1 / 0)
-    with pytest.raises(BundleError, match="no case ran on reference .*ZeroDivisionError"):
+    with pytest.raises(BundleError, match=r"no case ran on reference .*ZeroDivisionError"):
         record(Options(ops=("rms_norm",)), "reference", tmp_path / "x.m3p")
     assert list(tmp_path.iterdir()) == []
 

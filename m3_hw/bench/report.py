@@ -6,6 +6,9 @@ from typing import Any
 
 from m3_hw.bench.run import Bench, Line
 
+BUSY = 0.2
+"""Cores that other processes may use before a line is called disturbed."""
+
 HEAD = ("line", "dtype", "time", "rate", "of the ceiling", "baseline", "ratio", "memory", "target")
 SHORT = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
@@ -33,7 +36,17 @@ def markdown(bench: Bench) -> str:
     lines += [f"Ceilings measured in the same run: {_ceilings(bench)}.", ""]
     lines += [_markdown_row(HEAD), _markdown_row(["---"] * len(HEAD)), *map(_markdown_row, rows(bench))]
     notes = dict.fromkeys(f"- {line.name}: {line.note}" for line in bench.lines if line.note)
-    return "\n".join([*lines, "", *notes]).rstrip() + "\n"
+    return "\n".join([*lines, "", *_disturbed(bench), *notes]).rstrip() + "\n"
+
+
+def _disturbed(bench: Bench) -> list[str]:
+    """A warning, where other processes took cores from what was measured."""
+    found = [line for line in bench.lines if line.other_cores > BUSY]
+    if not found:
+        return []
+    most = max(line.other_cores for line in found)
+    where = f"{len(found)} of {len(bench.lines)} lines"
+    return [f"**Other processes used up to {most:.1f} cores during {where}: measure again on a quiet machine.**", ""]
 
 
 def terminal_table(bench: Bench) -> Any:
@@ -48,7 +61,7 @@ def terminal_table(bench: Bench) -> Any:
     for row in ran:
         table.add_row(*(Text(row[i]) for i in columns))
     failed = dict.fromkeys(f"{line.name}: {line.error}" for line in bench.lines if line.error)
-    return Group(table, *map(Text, failed))
+    return Group(table, *map(Text, [*failed, *(text.strip("*") for text in _disturbed(bench))]))
 
 
 def plot(bench: Bench, path: Path) -> None:

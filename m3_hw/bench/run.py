@@ -15,7 +15,7 @@ import torch
 import m3_hw
 from m3_hw.bench.ceilings import Ceilings, measure_ceilings
 from m3_hw.bench.lines import BOTH, Benchmark, Inputs, Job, Target, benchmarks, forget_inputs
-from m3_hw.bench.timing import QUICK, Effort, Run, graphed, measure
+from m3_hw.bench.timing import QUICK, Effort, Run, graphed, measure, other_cores
 from m3_hw.dispatch import backends, specs, use_backend
 from m3_hw.environment import environment
 from m3_hw.errors import ContractError, M3HWError
@@ -49,6 +49,7 @@ class Line:
     baseline_seconds: float | None = None
     ratio: float | None = None  # the baseline's time / the time
     targets: list[dict[str, Any]] = field(default_factory=list)
+    other_cores: float = 0.0  # that other processes kept busy meanwhile
     error: str = ""
 
 
@@ -158,10 +159,12 @@ def _measure(backend: str, benchmark: Benchmark, dtype: torch.dtype, device: tor
     line = Line(benchmark.name, "+".join(benchmark.ops), backend, benchmark.workload, _name(dtype), benchmark.note)
     gc.collect()
     try:
-        if benchmark.ops == (DISPATCH,):
-            line.seconds, line.repeats = _dispatch_overhead(backend, device, effort)
-        else:
-            _fill(line, benchmark, benchmark.make(Inputs.on(dtype, device)), device, effort, ceilings)
+        with other_cores() as others:
+            if benchmark.ops == (DISPATCH,):
+                line.seconds, line.repeats = _dispatch_overhead(backend, device, effort)
+            else:
+                _fill(line, benchmark, benchmark.make(Inputs.on(dtype, device)), device, effort, ceilings)
+        line.other_cores = others()
     except M3HWError as error:
         line.error = str(error)
     line.targets = [_judge(line, target) for target in benchmark.targets]

@@ -94,6 +94,23 @@ def _event_clock(device: torch.device) -> Callable[[Run], float]:
     return clock
 
 
+@contextmanager
+def other_cores() -> Iterator[Callable[[], float]]:
+    """Cores that other processes kept busy inside: ask the yielded function after. Beside them, CPU times mean little."""
+    start, before, own = time.perf_counter(), _busy_seconds(), time.process_time()
+
+    def used() -> float:
+        others = (_busy_seconds() - before) - (time.process_time() - own)
+        return max(0.0, others / (time.perf_counter() - start))
+
+    yield used
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0))
+
+
 def graphed(run: Run) -> Run:
     """The replay of a CUDA graph of the callable."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
