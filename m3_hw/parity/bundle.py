@@ -33,6 +33,8 @@ from m3_hw.spec import Call, OpSpec
 
 FORMAT = "m3_hw.bundle"
 VERSION = 1
+FIRST_KEY = b'{"__metadata__"'
+"""What a safetensors header with metadata starts with, behind its length in 8 bytes."""
 
 BROKEN = (SafetensorError, ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What reading a damaged file may raise, here or in the libraries that parse it."""
@@ -117,7 +119,7 @@ def collect(cases: Iterable[Case], backend: str, seed: int, *, progress: Progres
     """
     if reasons := missing_reasons(backend):
         raise BackendUnavailableError(f"backend {backend!r} can't be used here: {'; '.join(reasons)}")
-    wanted = [replace(case, backend=backend) for case in cases]
+    wanted = list(dict.fromkeys(replace(case, backend=backend) for case in cases))
     entries = []
     for done, case in enumerate(wanted, 1):
         entries.append(entry := _run(case, seed))
@@ -251,8 +253,8 @@ def load(path: Path) -> Bundle:
 def _what_is_wrong(start: bytes, size: int) -> str:
     """Of a file that can't be parsed: whether it was a safetensors file once, by its first bytes."""
     length = int.from_bytes(start[:8], "little") + 8
-    if not start[8:].startswith(b'{"__metadata__"'):
-        return f"is not a bundle, or cut off after {size} bytes" if size < len(start) else "is not a bundle"
+    if not start[8:].startswith(FIRST_KEY):
+        return f"is not a bundle, or cut off after {size} bytes" if size < 8 + len(FIRST_KEY) else "is not a bundle"
     return f"is truncated: it has {size} bytes, its header alone {length}" if size < length else "is truncated or damaged"
 
 
