@@ -224,8 +224,15 @@ def test_a_wrong_selection_is_named(actual: list[int], golden: list[int], scores
     assert judgement.metrics["ids"]["wrong_rows"] == 1
 
 
-def test_order_by_score_may_swap_equals_only() -> None:
-    assert _judge_ids([2, 1], [1, 2], [0.0, 1.0, 1.0], order="score").passed
+def test_equal_scores_are_no_near_tie_the_lower_id_wins() -> None:
+    judgement = _judge_ids([0, 2], [0, 1], [INF, 1.0, 1.0, -3.0])
+    assert not judgement.passed
+    assert "2 in the place of 1 of equal score" in judgement.message
+    assert "2 before 1 of equal score" in _judge_ids([2, 1], [1, 2], [0.0, 1.0, 1.0], order="score").message
+
+
+def test_order_by_score_may_swap_near_ties_only() -> None:
+    assert _judge_ids([2, 1], [1, 2], [0.0, 1.0, 1.0 - 2.0**-12], order="score").passed
     assert "descend" in _judge_ids([2, 1], [1, 2], [0.0, 2.0, 1.0], order="score").message
 
 

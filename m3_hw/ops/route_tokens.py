@@ -81,6 +81,12 @@ def _tied(draw: Draw, num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor
     return draw.integers(-1, 2, (num_tokens, num_experts)).float(), torch.full((num_experts,), 0.5)
 
 
+def _nearly_tied(draw: Draw, num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Scores in steps of 2^-26, all different: less than fp32 resolves there."""
+    step = draw.values((num_tokens, num_experts), torch.float32).argsort(dim=-1, stable=True)
+    return step * 2.0**-24, torch.full((num_experts,), 0.5)
+
+
 def _underflowed(draw: Draw, num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:
     """Every other row has no expert with a score above 0."""
     logits, bias = _plain(draw, num_tokens, num_experts)
@@ -114,7 +120,7 @@ def _sample(num_tokens: int, num_experts: int, top_k: int, values: Values = _pla
 def _random_sample(draw: Draw, dtype: torch.dtype) -> Call:
     num_experts = draw.integer(1, 161)
     top_k = draw.integer(1, min(num_experts, 10) + 1)
-    values = draw.choice((_plain, _plain, _plain, _tied, _underflowed, _flipped))
+    values = draw.choice((_plain, _plain, _plain, _tied, _nearly_tied, _underflowed, _flipped))
     call = _sample(draw.integer(0, 50), num_experts, top_k, values)(draw, dtype)
     return {**call, "scale": draw.choice((1.0, 2.0, 2.826))}
 
@@ -143,6 +149,7 @@ SPEC = OpSpec(
         Sample(name="one_token_all_experts", make=_sample(1, 3, 3)),
         Sample(name="odd", make=_sample(7, 33, 5)),
         Sample(name="ties", make=_sample(9, 24, 4, _tied)),
+        Sample(name="near_ties", make=_sample(9, 24, 4, _nearly_tied)),
         Sample(name="underflow", make=_sample(5, 16, 4, _underflowed)),
         Sample(name="bias_flips", make=_sample(6, 16, 4, _flipped)),
         Sample(name="special_values", make=_sample(4, 32, 4, _special)),

@@ -1,7 +1,8 @@
 """Judges outputs against the golden ones by the spec's rules. A backend can't widen them."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -148,13 +149,26 @@ def _judge_row(actual: Tensor, golden: Tensor, scores: Tensor, limits: Tolerance
         return f"has {has}: ids must ascend"
     if limits.order == "score" and any(b > a + margin for a, b in pairwise(values)):
         return f"has {has}: scores must descend; wanted {wanted}"
+    if limits.order == "score" and (tie := _first_tie([(a, b) for a, b in combinations(valid, 2) if a > b], scores)):
+        return f"has {has}; wanted {wanted}: {tie[0]} before {tie[1]} of equal score"
+    missing, extra = {i for i in wanted if i >= 0}.difference(valid), set(valid).difference(wanted)
+    if tie := _first_tie(product(sorted(extra), sorted(missing)), scores):
+        return f"has {has}; wanted {wanted}: {tie[0]} in the place of {tie[1]} of equal score"
     kth = min((scores[i].item() for i in wanted if i >= 0), default=0.0)
-    for i in set(valid) ^ {i for i in wanted if i >= 0}:
+    for i in missing | extra:
         score = scores[i].item()
         if not abs(score - kth) <= margin:
             what = "forced" if score == torch.inf else f"score {score:.9g}, {abs(score - kth):.3g} from the K-th, margin {margin:.3g}"
             return f"has {has}; wanted {wanted}: {i} ({what})"
     return ""
+
+
+def _first_tie(pairs: Iterable[tuple[int, int]], scores: Tensor) -> tuple[int, int] | None:
+    """The first pair of exactly equal scores: the contract's tie rule decides those, so that they are no near ties.
+
+    Scores equal in fp64 come of equal inputs, which give equal scores at any precision.
+    """
+    return next((pair for pair in pairs if scores[pair[0]] == scores[pair[1]]), None)
 
 
 def _largest(scores: Tensor) -> float:
