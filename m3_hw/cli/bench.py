@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from m3_hw.cli.common import command, names, one_or_more, ready
+from m3_hw.cli.common import command, names, one_or_more, ready, show_table
 
 if TYPE_CHECKING:
     from m3_hw.bench.run import Line
@@ -24,8 +24,6 @@ def bench(
     list_lines: Annotated[bool, typer.Option("--list", help="List the lines and measure nothing.")] = False,
 ) -> None:
     """Measure the operators against the machine's ceilings and against torch."""
-    from rich.console import Console
-
     from m3_hw.bench import report
     from m3_hw.bench.run import Bench, Choice, line_names, run
 
@@ -40,7 +38,7 @@ def bench(
         report.plot(found, ready(plot))
     if markdown:
         ready(markdown).write_text(report.markdown(found), encoding="utf-8")
-    Console().print(report.terminal_table(found))
+    show_table(report.terminal_table(found))
 
 
 def _show(line: "Line", done: int, total: int) -> None:

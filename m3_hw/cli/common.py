@@ -5,9 +5,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def names(values: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -24,6 +27,16 @@ def one_or_more(what: str, flag: str) -> Any:
 def print_json(data: Any) -> None:
     """Print plain JSON, whatever the width of the terminal."""
     typer.echo(json.dumps(data, indent=1))
+
+
+def show_table(table: "RenderableType") -> None:
+    """Print a table as wide as the terminal, and wide enough for one line a row where there is none (a file, CI)."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(table)
 
 
 def ready(path: Path) -> Path:

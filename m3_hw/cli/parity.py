@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from m3_hw.cli.common import command, names, one_or_more, ready
+from m3_hw.cli.common import command, names, one_or_more, ready, show_table
 from m3_hw.errors import ContractError, M3HWError
 
 if TYPE_CHECKING:
@@ -197,8 +197,6 @@ class _PlainProgress:
 
 def _finish(report: "Report", html: Path | None, junit: Path | None, json: Path | None, markdown: Path | None) -> None:
     """Print the report, write its files, and exit with 1 if it did not pass."""
-    from rich.console import Console
-
     from m3_hw.parity import report as reports
 
     if html:
@@ -211,6 +209,6 @@ def _finish(report: "Report", html: Path | None, junit: Path | None, json: Path 
         reports.update_markdown(markdown, report)
     elif markdown:
         ready(markdown).write_text(f"<!-- parity-table -->\n{reports.markdown_table(report)}\n<!-- /parity-table -->\n", encoding="utf-8")
-    Console().print(reports.terminal_table(report))
+    show_table(reports.terminal_table(report))
     if not report.passed:
         raise typer.Exit(1)

@@ -220,9 +220,9 @@ def terminal_table(report: Report) -> RenderableType:
     table.add_column("worst case", overflow="fold")
     table.add_column("near ties", justify="right", min_width=4)
     table.add_column("Ascend mixed", min_width=6)
-    for row in rows(report):
+    for row, dtypes in _merged(rows(report)):
         table.add_row(
-            *map(Text, (printable(row.op), printable(row.backend) + "\nsimulated" * row.simulated, SHORT.get(row.dtype, row.dtype))),
+            *map(Text, (printable(row.op), printable(row.backend) + "\nsimulated" * row.simulated, dtypes)),
             Text(row.label, style=STYLES[row.verdict]),
             str(row.cases),
             str(row.checks),
@@ -231,6 +231,17 @@ def terminal_table(report: Report) -> RenderableType:
             Text(row.ascend_mixed or "", style=STYLES[row.ascend_mixed] if row.ascend_mixed else ""),
         )
     return Group(table, *_failures(report))
+
+
+def _merged(found: list[Row]) -> Iterator[tuple[Row, str]]:
+    """Rows with their dtypes: one line for all dtypes of an operator that a backend lacks for one reason."""
+
+    def key(row: Row) -> tuple[str, ...]:
+        return (row.op, row.backend, row.reason, "" if row.checks == 0 else row.dtype)
+
+    for _, group in groupby(found, key=key):
+        alike = list(group)
+        yield alike[0], " ".join(SHORT.get(row.dtype, row.dtype) for row in alike)
 
 
 def _title(report: Report) -> Text:
@@ -246,7 +257,7 @@ def _worst(row: Row) -> str:
     if row.worst is None:
         return printable(row.unmeasured)
     result, found = row.worst
-    return printable(f"{result.case.sample}\n{found}")
+    return printable(f"{result.case.sample}, {found}")
 
 
 def _failures(report: Report) -> Iterable[Text]:
