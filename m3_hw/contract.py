@@ -37,6 +37,8 @@ def expect_rank(argument: str, tensor: Tensor, axes: str) -> None:
 
 def expect_shape(argument: str, tensor: Tensor, axes: str, shape: Sequence[int]) -> None:
     """`axes` names what `shape` counts, as in "Hkv T K"; -1 in `shape` accepts any size."""
+    if tensor.shape == shape:
+        return  # the hot path
     if tensor.dim() != len(shape) or any(want not in (-1, got) for want, got in zip(shape, tensor.shape, strict=True)):
         wanted = ", ".join(f"{axis}" if size < 0 else f"{axis}={size}" for axis, size in zip(axes.split(), shape, strict=True))
         fail(argument, f"shape {list(tensor.shape)}", f"[{wanted}]")

@@ -91,6 +91,12 @@ def requested_backend() -> Selection:
     """The backend that is asked for, and by what."""
     if (name := _requested.get()) is not None:
         return Selection(name, "use_backend()")
+    return _by_default()
+
+
+@functools.cache
+def _by_default() -> Selection:
+    """What M3_HW_BACKEND asks for. Read once, at the first use: a look at the environment takes a fourth of a call's budget."""
     if name := os.environ.get("M3_HW_BACKEND"):
         return Selection(_check_name(name, "M3_HW_BACKEND"), "M3_HW_BACKEND")
     return Selection("auto", "the device of the tensors")
@@ -121,19 +127,19 @@ class _Operator:
         self._table: dict[tuple[str, str, torch.dtype], _Entry] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first: Tensor = args[0]
-        device = first.device
+        device = args[0].device
         self.check(device, args, kwargs)
-        name = _requested.get() or os.environ.get("M3_HW_BACKEND") or "auto"
-        key = (name, device.type, first.dtype)
-        entry = self._table.get(key)
-        if entry is None:
-            entry = self._resolve(key)
+        return self.choose(device, args, kwargs).function(*args, **kwargs)
+
+    def choose(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+        """What runs a call that keeps the contract."""
+        key = (_requested.get() or _by_default().backend, device.type, args[0].dtype)
+        entry = self._table.get(key) or self._resolve(key)
         refuse = entry.unsupported_reasons
         if refuse is not None and next(iter(refuse(*args, **kwargs)), None) is not None:
             reasons = list(refuse(*args, **kwargs))
-            entry = self._fall_back(f"{self.spec.name} on {entry.backend}: " + "; ".join(reasons), device)
-        return entry.function(*args, **kwargs)
+            return self._fall_back(f"{self.spec.name} on {entry.backend}: " + "; ".join(reasons), device)
+        return entry
 
     def check(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The contract of a call, before any memory is written."""
@@ -146,9 +152,9 @@ class _Operator:
             raise ContractError(f"{self.spec.name}: {error}") from None
 
     def _check_devices(self, device: torch.device, args: tuple[Any, ...]) -> None:
-        for i, value in enumerate(args):
+        for value in args:
             if isinstance(value, Tensor) and value.device != device:
-                argument = list(self.spec.reference.__annotations__)[i]
+                argument = list(self.spec.reference.__annotations__)[next(i for i, other in enumerate(args) if other is value)]
                 raise ContractError(f"{argument} has device {value.device}; accepted: {device}, the device of the first argument")
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +174,7 @@ class _Operator:
         """Fill a line of the table. Not cached when it falls back, so that the policy is read anew."""
         name, device_type, _ = key
         try:
-            entry = self.select(_check_name(name, "M3_HW_BACKEND"), device_type)
+            entry = self.select(name, device_type)
         except NotSupportedError as error:
             return self._fall_back(str(error), torch.device(device_type))
         self._table[key] = entry
@@ -208,10 +214,13 @@ class _Operator:
             raise NotSupportedError(f"{why} (M3_HW_FALLBACK=reference would run the reference instead)")
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise NotSupportedError(f"{why}; the reference can't run during graph capture")
+        return _Entry("reference", functools.partial(self._run_reference, why), None, why)
+
+    def _run_reference(self, why: str, *args: Any, **kwargs: Any) -> Any:
         if (self.spec.name, why) not in _warned:
             _warned.add((self.spec.name, why))
-            warnings.warn(f"{why}; running the reference instead", RuntimeWarning, stacklevel=4)
-        return _Entry("reference", self.spec.reference, None, why)
+            warnings.warn(f"{why}; running the reference instead", RuntimeWarning, stacklevel=5)
+        return self.spec.reference(*args, **kwargs)
 
 
 def _backend_for(device_type: str) -> Backend:
@@ -265,11 +274,8 @@ def selected(op: str, *args: Any, **kwargs: Any) -> Selection:
     operator = _operator(op)
     args, kwargs = operator.bind(args, kwargs)
     operator.check(args[0].device, args, kwargs)
-    name, origin = requested_backend()
-    entry = operator.select(name, args[0].device.type)
-    if entry.unsupported_reasons is not None and (reasons := list(entry.unsupported_reasons(*args, **kwargs))):
-        raise NotSupportedError(f"{op} on {entry.backend}: " + "; ".join(reasons))
-    return Selection(entry.backend, f"{entry.reason} ({origin})")
+    entry = operator.choose(args[0].device, args, kwargs)
+    return Selection(entry.backend, f"{entry.reason} ({requested_backend().reason})")
 
 
 def why_not(op: str, backend: str, *args: Any, **kwargs: Any) -> list[str]:

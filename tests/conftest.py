@@ -12,12 +12,17 @@ PLUGIN_SOURCE = Path(__file__).parent / "plugin_dist"
 @pytest.fixture(autouse=True)
 def _no_backend_asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tests say which backend they mean; the shell's variables don't. Flags and warnings are read anew."""
+
+    def forget() -> None:
+        dispatch._flag.cache_clear()
+        dispatch._by_default.cache_clear()
+        dispatch._warned.clear()
+
     for variable in ("M3_HW_BACKEND", "M3_HW_FALLBACK"):
         monkeypatch.delenv(variable, raising=False)
-    dispatch._flag.cache_clear()
-    dispatch._warned.clear()
+    forget()
     yield
-    dispatch._flag.cache_clear()
+    forget()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import m3_hw
 from m3_hw import BackendUnavailableError, ContractError, NotSupportedError, dispatch
-from m3_hw.backend import Backend
+from m3_hw.backend import Backend, Implementation
 from m3_hw.backends.cpu import rms_norm as cpu
 from m3_hw.draw import Draw
 
@@ -68,13 +68,30 @@ def test_selected_raises_what_the_call_would() -> None:
         m3_hw.selected("rms_norm", X, WEIGHT, 0.0)
 
 
+def test_selected_names_the_reference_where_the_call_would_fall_back(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    implementation = Implementation(lambda *call: None, lambda *call: ["no reason at all"])
+    monkeypatch.setattr(Backend, "load", lambda self, spec: implementation)
+    monkeypatch.setattr(dispatch._operators["rms_norm"], "_table", {})
+    with pytest.raises(NotSupportedError, match="no reason at all"):
+        m3_hw.selected("rms_norm", *CALL)
+    monkeypatch.setenv("M3_HW_FALLBACK", "reference")
+    assert m3_hw.selected("rms_norm", *CALL) == ("reference", "rms_norm on cpu: no reason at all (the device of the tensors)")
+    assert not recwarn
+
+
 def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch, cpu_calls: list[str]) -> None:
     monkeypatch.setenv("M3_HW_BACKEND", "reference")
     m3_hw.rms_norm(*CALL)
     assert not cpu_calls
-    monkeypatch.setenv("M3_HW_BACKEND", "cpu")
+
+
+def test_the_variable_is_read_once(monkeypatch: pytest.MonkeyPatch, cpu_calls: list[str]) -> None:
     m3_hw.rms_norm(*CALL)
-    assert cpu_calls
+    monkeypatch.setenv("M3_HW_BACKEND", "reference")
+    m3_hw.rms_norm(*CALL)
+    assert len(cpu_calls) == 2
 
 
 def test_use_backend_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch, cpu_calls: list[str]) -> None:

@@ -42,10 +42,11 @@ def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     """What the norms share: x [..., H], weight [H], eps > 0."""
-    if x.dim() == 0 or x.shape[-1] == 0:
-        fail("x", f"shape {list(x.shape)}", "[..., H] with H >= 1")
+    shape = x.shape
+    if not shape or not shape[-1]:
+        fail("x", f"shape {list(shape)}", "[..., H] with H >= 1")
     expect_dtype("x", x, FLOATS)
-    expect_shape("weight", weight, "H", x.shape[-1:])
+    expect_shape("weight", weight, "H", shape[-1:])
     expect_dtype("weight", weight, FLOATS)
     expect_positive("eps", eps)
 
