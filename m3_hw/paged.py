@@ -146,7 +146,7 @@ def random_batch(draw: Draw) -> tuple[list[int], list[int], dict[str, Any]]:
     lengths = [draw.integer(0, 700) for _ in range(draw.integer(1, 4))]
     queries = [draw.integer(0, min(length, 6) + 1) for length in lengths]
     kv_heads = draw.integer(1, 4)
-    options: dict[str, Any] = {"heads": kv_heads * draw.choice((1, 2, 5)), "kv_heads": kv_heads, "dim": draw.choice((8, 16, 40))}
+    options: dict[str, Any] = {"heads": kv_heads * draw.choice((1, 2, 5)), "kv_heads": kv_heads, "dim": draw.choice((8, 40, 72, 128))}
     return (
         queries,
         lengths,
@@ -163,12 +163,13 @@ def at_m3_heads(workload: Workload, max_queries: int) -> tuple[list[int], list[i
 
 def attention_tolerances() -> dict[str, dict[torch.dtype, Tolerance]]:
     """Limits of out and lse."""
-    exact = Tolerance(rule="rel_l2", limit=1e-5, worst_row=1e-4, reason="fp32 scores and sums; lse isn't rounded")
+    exact = Tolerance(rule="rel_l2", limit=1e-5, worst_row=1e-4, unit=1.0, reason="fp32 scores and sums; lse is a logarithm, not rounded")
     fast_exp = Tolerance(
         rule="rel_l2",
-        limit=5e-5,
+        limit=1e-4,
         worst_row=5e-4,
-        reason="fp32 scores and sums, and an exp good to 2^-15, as fused kernels have for half inputs; lse isn't rounded",
+        unit=1.0,
+        reason="as fp32, with an exp good to 2^-14, as fused kernels have for half inputs: torch's on the CPU strays by 5.3e-5",
     )
     return {"out": reduction_tolerances(), "lse": {torch.float32: exact, torch.bfloat16: fast_exp, torch.float16: fast_exp}}
 

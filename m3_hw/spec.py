@@ -27,7 +27,8 @@ class Tolerance:
     exact: same bits (+0 equals -0, NaN equals NaN).
     ulp: every element within `limit` units in the last place of the output's dtype; differences under `floor`
         times the row's largest magnitude don't count (cancellation in fp32).
-    rel_l2: ||a - g|| / ||g|| <= `limit` overall and <= `worst_row` in every row (last axis).
+    rel_l2: ||a - g|| / ||g|| <= `limit` overall and <= `worst_row` in every row (last axis). Where the root mean square
+        of g is below `unit`, that stands in its place: a logarithm near 0 is not known to its own digits.
     selection: sets of ids per row; rows that differ only by scores within `margin` (of the row's largest) of the
         K-th are near ties. Inside a row, ids ascend or scores descend, as `order` says.
     """
@@ -37,6 +38,7 @@ class Tolerance:
     limit: float = 0.0
     worst_row: float = 0.0
     floor: float = 0.0
+    unit: float = 0.0
     margin: float = 0.0
     order: Literal["id", "score"] = "id"
 

@@ -41,6 +41,14 @@ def test_rel_l2_of_zeros() -> None:
     assert rel_l2(torch.ones(3), zero) == INF
 
 
+def test_rel_l2_of_less_than_a_unit_is_the_absolute_error() -> None:
+    golden, actual = torch.tensor([[1e-6, 0.0], [30.0, 40.0]]), torch.tensor([[1e-6, 1e-3], [30.0, 40.5]])
+    assert row_rel_l2(actual, golden)[0] > 100
+    assert row_rel_l2(actual, golden, unit=1.0).tolist() == pytest.approx([1e-3 / 2**0.5, 0.01])
+    assert rel_l2(actual[0], golden[0], unit=1.0) == pytest.approx(1e-3 / 2**0.5)
+    assert measure(actual, golden, unit=1.0)["worst_row"] == {"row": 1, "rel_l2": pytest.approx(0.01)}
+
+
 def test_one_corrupted_row_shows_in_the_worst_row_and_hides_in_the_global_metric() -> None:
     g = torch.ones(1000, 8)
     a = g.clone()

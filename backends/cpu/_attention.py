@@ -16,6 +16,8 @@ from m3_hw.spec import accumulate_dtype
 SPLIT = 2048
 """Keys of one part where few rows meet many keys: the fused kernel uses threads over rows, so parts become a batch."""
 FEW_ROWS = 128
+NARROW = 64
+"""Head dimensions up to this are computed in fp32: few channels don't average out what bf16 probabilities lose."""
 
 
 class Packed(NamedTuple):
@@ -34,13 +36,14 @@ def packed(block_table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor) -> Itera
 
 
 def fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention of q [..., n, D] over keys, values [..., m, D]: out [..., n, D] in q's dtype, lse [..., n] fp32.
+    """Attention of q [..., n, D] over keys, values [..., m, D]: out [..., n, D] in q's dtype or wider, lse [..., n] fp32.
 
     mask [..., n, m] is added to the scores, in q's dtype.
     """
     batch, (n, dim) = q.shape[:-2], q.shape[-2:]
-    q, keys, values = (x.reshape(-1, 1, *x.shape[-2:]).contiguous() for x in (q, keys, values))  # it reads past gaps
-    mask = None if mask is None else mask.reshape(-1, 1, *mask.shape[-2:])
+    dtype = accumulate_dtype(q.dtype) if dim <= NARROW else q.dtype
+    q, keys, values = (x.to(dtype).reshape(-1, 1, *x.shape[-2:]).contiguous() for x in (q, keys, values))  # it reads past gaps
+    mask = None if mask is None else mask.to(dtype).reshape(-1, 1, *mask.shape[-2:])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     return out.reshape(*batch, n, dim), lse.reshape(*batch, n)
 

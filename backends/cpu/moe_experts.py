@@ -11,27 +11,35 @@ from torch import Tensor
 from m3_hw.backends.cpu.permute_tokens import sort_by_expert
 from m3_hw.backends.cpu.swiglu_oai import swiglu_oai
 from m3_hw.backends.cpu.unpermute_tokens import unpermute_tokens
+from m3_hw.spec import accumulate_dtype
+
+NARROW = 64
+"""Experts of up to so many channels are computed in fp32: few don't average out what the rounding of SwiGLU loses."""
 
 
 def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor, *, alpha: float, limit: float) -> Tensor:
     source, offsets = sort_by_expert(ids, w_gate_up.shape[0])
     bounds = offsets.tolist()
-    rows = x.new_empty((ids.numel(), x.shape[1]))
+    dtype = x.dtype
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    rows = x.new_empty((ids.numel(), x.shape[1]), dtype=wide)
+    if w_down.shape[2] <= NARROW:
+        x = x.to(accumulate_dtype(dtype))
     for e, (start, end) in enumerate(pairwise(bounds)):
         if end > start:
-            gate_up = _wide_product(x.index_select(0, source[start:end] // ids.shape[1]), w_gate_up[e])  # [n, 2*I]
-            rows[start:end] = swiglu_oai(gate_up, alpha, limit).to(x.dtype) @ w_down[e].T
+            gate_up = _wide_product(x.index_select(0, source[start:end] // ids.shape[1]), w_gate_up[e].to(x.dtype))  # [n, 2*I]
+            rows[start:end] = _wide_product(swiglu_oai(gate_up, alpha, limit).to(x.dtype), w_down[e].to(x.dtype))
     source[bounds[-1] :] = -1
-    return unpermute_tokens(rows, source, weights)
+    return unpermute_tokens(rows, source, weights).to(dtype)
 
 
 def _wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T; of bf16 in fp32, since SwiGLU multiplies what the rounding of gate and up does to the result.
+    """x @ weight^T; of bf16 in fp32: bf16 that is rounded at gate, up, SwiGLU, each slot and the sum strays by more than 4e-3.
 
     torch has no bf16 product with an fp32 result on the CPU. `addmm` adds before it rounds, so a second product
     gives the part that the first one's rounding lost: faster than a copy of the weight in fp32.
     """
-    product = x @ weight.T  # [n, 2*I]
+    product = x @ weight.T
     if x.dtype != torch.bfloat16:
         return product
     lost = torch.addmm(-product, x, weight.T).float()

@@ -94,7 +94,7 @@ def _random_sample(draw: Draw, dtype: torch.dtype) -> Call:
     top_k = draw.integer(1, min(num_experts, 8) + 1)
     make_ids = draw.choice((distinct_ids, stray_ids))
     # 16 channels at least: where every gate of a token is far below 0, nothing is left to compare in fp16.
-    hidden, width = draw.integer(16, 100), draw.integer(16, 70)
+    hidden, width = draw.integer(16, 100), draw.integer(16, 140)
     call = _sample(draw.integer(0, 40), hidden, width, top_k, num_experts, make_ids)(draw, dtype)
     return {**call, "alpha": draw.choice((1.702, 1.0)), "limit": draw.choice((7.0, 1.0))}
 

@@ -59,7 +59,8 @@ def certify(options: Options, *, cases: int, state: Path | None = None, command:
             result.case = line
             continue
         for number in share[result.cases :]:
-            _add(result, _judge(Case(line.op, line.backend, line.dtype, f"{RANDOM}{number}", TIER), options.seed))
+            case = Case(line.op, line.backend, line.dtype, f"{RANDOM}{number}", TIER)
+            _add(result, case, _judge(case, options.seed))
             if progress:
                 progress(result, sum(r.cases for r in results.values()), total)
             if state and time.monotonic() - saved > SAVE_EVERY_SECONDS:
@@ -118,10 +119,9 @@ def _varied(subject: Subject, draw: Draw) -> tuple[Call, dict[str, Tensor]]:
     return call, orders
 
 
-def _add(result: Result, judgement: Judgement) -> None:
+def _add(result: Result, case: Case, judgement: Judgement) -> None:
     """Put one more case into a line's result."""
     result.cases += 1
-    number = result.cases
     for output, metrics in judgement.metrics.items():
         before = result.metrics.get(output)
         result.metrics[output] = worse(before, metrics) if before else metrics
@@ -133,7 +133,7 @@ def _add(result: Result, judgement: Judgement) -> None:
             return
         result.status = "fail"
         if result.message.count("\n") < MOST_MESSAGES:
-            result.message += f"case {number}: {judgement.message}\n"
+            result.message += f"{case.sample}: {judgement.message}\n"
 
 
 def _key(options: Options, cases: int) -> dict[str, Any]:

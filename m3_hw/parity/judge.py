@@ -50,7 +50,7 @@ def judge(spec: OpSpec[..., Any], call: Call, dtype: torch.dtype, actual: Output
         else:
             if agreeing is not None:
                 a, g = _aligned(a, actual, agreeing), _aligned(g, golden, agreeing)
-            metrics[output] = measure(a, g) if a.is_floating_point() else {"elements": a.numel()}
+            metrics[output] = measure(a, g, limits.unit) if a.is_floating_point() else {"elements": a.numel()}
             problem = _RULES[limits.rule](a, g, limits, metrics[output])
         if problem:
             problems.append(f"{output}: {problem}")

@@ -47,9 +47,10 @@ LEVELS = {"L2": (2.0, 1.2, 1.2), "L1": (5.0, 1.5, 1.5), "L0": (10.0, 2.0, 2.0)}
 """CANN's commercial standard, strictest first: limits on the ratios of MARE, MERE and RMSE."""
 
 
-def rel_l2(actual: Tensor, golden: Tensor) -> float:
-    """||a - g|| / ||g|| in fp64; 0 if both are zero, inf if only the golden one is."""
-    return _ratio((actual.double() - golden.double()).norm().item(), golden.double().norm().item())
+def rel_l2(actual: Tensor, golden: Tensor, unit: float = 0.0) -> float:
+    """||a - g|| / max(||g||, unit sqrt(n)) in fp64; 0 if both are zero, inf if only the golden one is and unit is 0."""
+    size = max(golden.double().norm().item(), unit * golden.numel() ** 0.5)
+    return _ratio((actual.double() - golden.double()).norm().item(), size)
 
 
 def calc_diff(actual: Tensor, golden: Tensor) -> float:
@@ -66,11 +67,11 @@ def cosine(actual: Tensor, golden: Tensor) -> float:
     return (a @ g).item() / norms if norms else 1.0
 
 
-def row_rel_l2(actual: Tensor, golden: Tensor) -> Tensor:
+def row_rel_l2(actual: Tensor, golden: Tensor, unit: float = 0.0) -> Tensor:
     """rel_l2 of every row (last axis): [rows] fp64. One corrupted row hides in a global metric."""
     g = golden.double().reshape(-1, golden.shape[-1] if golden.dim() else 1)
     distance = (actual.double().reshape(g.shape) - g).norm(dim=-1)
-    return torch.where(distance == 0, 0.0, distance / g.norm(dim=-1))
+    return torch.where(distance == 0, 0.0, distance / g.norm(dim=-1).clamp(min=unit * g.shape[-1] ** 0.5))
 
 
 def ulp_distance(actual: Tensor, golden: Tensor) -> Tensor:
@@ -105,12 +106,13 @@ def finite(actual: Tensor, golden: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(good, actual.double(), 0.0), torch.where(good, golden.double(), 0.0)
 
 
-def measure(actual: Tensor, golden: Tensor) -> Metrics:
+def measure(actual: Tensor, golden: Tensor, unit: float = 0.0) -> Metrics:
     """Every metric of a floating output.
 
     Args:
         actual: In the output's dtype.
         golden: fp64, same shape, not rounded.
+        unit: Of the tolerance: the least root mean square that rel_l2 divides by.
 
     Returns:
         rel_l2, calc_diff, cosine, max_abs, worst_row, max_ulp, within_ulp, ascend_mixed, small_values; `elements` and
@@ -122,12 +124,12 @@ def measure(actual: Tensor, golden: Tensor) -> Metrics:
     if not actual.numel():
         return metrics
     a, g = finite(actual, torch.where(rounded.double().isfinite(), golden.double(), rounded.double()))
-    rows = row_rel_l2(a, g)
+    rows = row_rel_l2(a, g, unit)
     worst = int(rows.argmax())
     error = (a - g).abs()
     return {
         **metrics,
-        "rel_l2": rel_l2(a, g),
+        "rel_l2": rel_l2(a, g, unit),
         "calc_diff": calc_diff(a, g),
         "cosine": cosine(a, g),
         "max_abs": error.max().item(),
