@@ -6,7 +6,7 @@ exact in every dtype drawn, so x86 and Arm hosts agree bit for bit.
 """
 
 from collections.abc import Sequence
-from math import prod
+from math import prod, sqrt
 from typing import TypeVar
 
 import numpy as np
@@ -54,6 +54,15 @@ class Draw:
     def permutation(self, n: int) -> Tensor:
         """0 to n - 1 in a drawn order."""
         return torch.from_numpy(np.argsort(self._words(n), kind="stable"))
+
+    def softmax_scale(self, dim: int) -> float:
+        """dim^-0.5, less for the ranges of large values, as norms keep scores small in a trained model.
+
+        fp32 knows a score of 1000 to 1e-4: on such scores every attention differs from fp64's by more than its limit.
+        """
+        kind, spread = RANGES[self.value_range]
+        root_mean_square = 4.0 if kind == "outliers" else max(1.0, spread)  # over the unit range's
+        return 1 / (sqrt(dim) * root_mean_square**2)
 
     def values(self, shape: Sequence[int], dtype: torch.dtype, *, scale: float = 1.0) -> Tensor:
         """Values of the draw's range times `scale` (a power of two): 8 significant bits, 16 for fp32 and fp64."""

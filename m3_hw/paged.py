@@ -133,7 +133,7 @@ def attention_call(draw: Draw, dtype: torch.dtype, queries: list[int], lengths: 
         "k_cache": caches[0].to(FP8) if fp8 else caches[0],
         "v_cache": caches[1].to(FP8) if fp8 else caches[1],
         **batch,
-        "scale": dim**-0.5,
+        "scale": draw.softmax_scale(dim),
         "max_seqlen_q": max(queries, default=0),
         "k_scale": 0.5 if fp8 else 1.0,
         "v_scale": 2.0 if fp8 else 1.0,

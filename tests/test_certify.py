@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from m3_hw.dispatch import specs
+from m3_hw.draw import RANGES, Draw
 from m3_hw.errors import BundleError
 from m3_hw.parity.cases import make_call, make_draw
 from m3_hw.parity.certify import certify
@@ -74,6 +77,16 @@ def test_random_cases_draw_several_value_ranges_and_shapes() -> None:
     cases = [Case("rms_norm", "cpu", "float32", f"random_{i}", "certify") for i in range(40)]
     assert len({make_draw(case).value_range for case in cases}) >= 5
     assert len({tuple(make_call(case)["x"].shape) for case in cases}) >= 30
+
+
+@pytest.mark.parametrize("op", ["dense_attention", "varlen_attention"])
+def test_drawn_attention_scores_stay_where_fp32_knows_them(op: str) -> None:
+    for value_range in RANGES:
+        draw = Draw(7, value_range)
+        call = specs()[op].random_sample(draw, torch.float32)
+        keys = call["k"] if op == "varlen_attention" else call["k_cache"]
+        spread = call["q"].std() * keys.std() * call["q"].shape[-1] ** 0.5 * call["scale"]
+        assert spread < 4, f"{value_range}: scores of standard deviation {spread}"
 
 
 def test_inputs_are_the_same_for_every_backend_and_in_every_run() -> None:

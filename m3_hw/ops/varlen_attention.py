@@ -85,7 +85,7 @@ def _call(draw: Draw, dtype: torch.dtype, lengths: list[int], **options: Any) ->
         "k": draw.values((num_rows, heads, dim), dtype),
         "v": draw.values((num_rows, heads, dim), dtype),
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        "scale": dim**-0.5,
+        "scale": draw.softmax_scale(dim),
         "max_seqlen": max(lengths, default=0),
         "deterministic": options.get("deterministic", False),
     }
