@@ -55,6 +55,20 @@ def test_doctor_says_why_a_backend_cannot_run():
         assert bool(row["reasons"]) == (row["status"] in ("missing", "unavailable")), row
 
 
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (None, "auto, by the device of the tensors"),
+        ("cpu", "cpu, by M3_HW_BACKEND"),
+        ("nope", "every call fails: M3_HW_BACKEND has 'nope'"),
+    ],
+)
+def test_doctor_says_which_backend_is_asked_for(value: str | None, says: str, monkeypatch: pytest.MonkeyPatch):
+    if value:
+        monkeypatch.setenv("M3_HW_BACKEND", value)
+    assert says in m3_hw("doctor").stdout
+
+
 def test_doctor_prints_what_it_knows_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "60")
     result = m3_hw("doctor")

@@ -25,7 +25,19 @@ def diagnose() -> dict[str, Any]:
     from m3_hw.environment import environment
 
     operators = [asdict(capability) for capability in capabilities()]
-    return {"environment": environment(), "backends": _backends(), "operators": operators}
+    return {"environment": environment(), "asked_for": _asked_for(), "backends": _backends(), "operators": operators}
+
+
+def _asked_for() -> str:
+    """The backend that calls ask for, and by what; or what is wrong with it."""
+    from m3_hw.dispatch import requested_backend
+    from m3_hw.errors import BackendUnavailableError
+
+    try:
+        asked = requested_backend()
+    except BackendUnavailableError as error:
+        return f"every call fails: {error}"
+    return f"{asked.backend}, by {asked.reason}"
 
 
 def _backends() -> dict[str, Any]:
@@ -51,7 +63,7 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(f"[bold]{section}[/]")
         for name, value in _flat(values):
             console.print(f"  {name:<42} {escape(value)}")
-    console.print("[bold]backends[/]")
+    console.print(f"[bold]backend asked for[/]\n  {escape(facts['asked_for'])}\n[bold]backends[/]")
     for name, backend in facts["backends"].items():
         state = "; ".join(backend["reasons"]) or "available"
         stack = ", ".join(f"{package} {version}" for package, version in backend["versions"].items())

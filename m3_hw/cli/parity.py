@@ -79,7 +79,7 @@ def record(
     backend: Annotated[str, typer.Option("--backend", help="Backend that runs the cases.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write, such as cuda.m3p.")],
     op: Ops = None,
-    tier: Tiers = None,
+    tier: Annotated[list[str] | None, one_or_more("small (the default), model, stress", "--tier")] = None,
     dtype: Dtypes = None,
     sample: Samples = None,
     seed: Seed = 0,
