@@ -101,7 +101,7 @@ SPEC = OpSpec(
     check=_check,
     check_values=_check_values,
     outputs=("y",),
-    tolerances={"y": reduction_tolerances(1e-6)},
+    tolerances={"y": reduction_tolerances()},
     unowned=_unowned,
     samples=(
         Sample(name="rows", make=_sample((3, 0, 5, 2), 32, 48, spare=2)),
