@@ -1,6 +1,5 @@
 """What the operators' contract checks share. Every failure names the argument, what it has and what is accepted."""
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NoReturn
@@ -49,15 +48,25 @@ def expect_at_least(argument: str, value: int, least: int) -> None:
         fail(argument, f"value {value}", f"an integer >= {least}")
 
 
+_FP32 = torch.finfo(torch.float32)
+
+
 def expect_positive(argument: str, value: float) -> None:
-    """Finite and above zero: scales, eps, limits."""
-    if not (value > 0 and math.isfinite(value)):
-        fail(argument, f"value {value}", "a finite number > 0")
+    """A number above zero that fp32 holds, as kernels do: scales, eps, limits."""
+    if not _FP32.tiny <= value <= _FP32.max:
+        fail(argument, f"value {value}", f"a finite number > 0, {_FP32.tiny:.4g} to {_FP32.max:.4g}")
 
 
 def expect_finite(argument: str, value: float) -> None:
-    if not math.isfinite(value):
-        fail(argument, f"value {value}", "a finite number")
+    if not abs(value) <= _FP32.max:
+        fail(argument, f"value {value}", f"a finite number, at most {_FP32.max:.4g} in magnitude")
+
+
+def expect_sizes(argument: str, tensor: Tensor, axes: str, *positive: int) -> None:
+    """The named axes hold at least one element: heads, channels, choices."""
+    for axis in positive:
+        if tensor.shape[axis] == 0:
+            fail(argument, f"shape {list(tensor.shape)}", f"[{axes.replace(' ', ', ')}] with {axes.split()[axis]} >= 1")
 
 
 def expect_prefix_sums(argument: str, offsets: Tensor, last: int, what: str) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import or_
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -119,6 +120,15 @@ def use_backend(name: str) -> Iterator[None]:
         _requested.reset(token)
 
 
+def _not_inside() -> torch._C.DispatchKeySet:
+    names = ("AutogradFunctionality", "AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")
+    return functools.reduce(or_, (torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name)) for name in names))
+
+
+_NOT_INSIDE = _not_inside()
+"""What torch must not do inside an operator: record gradients, of which none has any, or change dtypes by autocast."""
+
+
 class _Operator:
     """The kernel behind one torch op: checks the contract, takes the table's line, calls it."""
 
@@ -129,7 +139,9 @@ class _Operator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = args[0].device
         self.check(device, args, kwargs)
-        return self.choose(device, args, kwargs).function(*args, **kwargs)
+        entry = self.choose(device, args, kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_NOT_INSIDE):
+            return entry.function(*args, **kwargs)
 
     def choose(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         """What runs a call that keeps the contract."""

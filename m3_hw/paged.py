@@ -16,6 +16,7 @@ from m3_hw.contract import (
     expect_positive,
     expect_rank,
     expect_sequences,
+    expect_sizes,
     fail,
 )
 from m3_hw.draw import Draw
@@ -105,6 +106,7 @@ def check_attention(
 ) -> None:
     """What sparse and dense attention over a paged cache share."""
     expect_rank("q", q, "T Hq D")
+    expect_sizes("q", q, "T Hq D", 1, 2)
     expect_dtype("q", q, FLOATS)
     expect_cache("k_cache", k_cache, "N Hkv P D", (-1, -1, PAGE_SIZE, q.shape[2]), q.dtype)
     expect_cache("v_cache", v_cache, "N Hkv P D", k_cache.shape, q.dtype)
@@ -139,6 +141,17 @@ def attention_call(draw: Draw, dtype: torch.dtype, queries: list[int], lengths: 
         "v_scale": 2.0 if fp8 else 1.0,
         "deterministic": options.get("deterministic", False),
     }
+
+
+def with_far_pages(call: Call) -> Call:
+    """The call with its pools' pages 2^30 elements apart, so that page * stride passes 2^31; what lies between is never touched."""
+    stride = 2**30
+    moved = {}
+    for name in ("k_cache", "v_cache", "index_k_cache"):
+        if (near := call.get(name)) is not None:
+            size = stride * (near.shape[0] - 1) + near[0].numel()
+            moved[name] = torch.empty(size, dtype=near.dtype).as_strided(near.shape, (stride, *near.stride()[1:])).copy_(near)
+    return {**call, **moved}
 
 
 def random_batch(draw: Draw) -> tuple[list[int], list[int], dict[str, Any]]:
@@ -204,6 +217,9 @@ ATTENTION_ERRORS = (
     *BATCH_ERRORS,
     ErrorSample(name="q of rank 2", argument="q", change=spoil(q=lambda x: x[:, 0])),
     ErrorSample(name="integer q", argument="q", change=spoil(q=lambda x: x.int())),
+    ErrorSample(name="q without heads", argument="q", change=spoil(q=lambda x: x[:, :0])),
+    ErrorSample(name="q without channels", argument="q", change=spoil(q=lambda x: x[..., :0])),
+    ErrorSample(name="v_scale beyond fp32", argument="v_scale", change=spoil(v_scale=1e39)),
     ErrorSample(name="heads don't divide", argument="q", change=spoil(q=lambda x: x[:, 1:])),
     ErrorSample(name="head size differs", argument="k_cache", change=spoil(k_cache=lambda x: x[..., 1:])),
     ErrorSample(name="page of 64", argument="k_cache", change=spoil(k_cache=lambda x: x[:, :, :64])),

@@ -45,6 +45,11 @@ def fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | 
     q, keys, values = (x.to(dtype).reshape(-1, 1, *x.shape[-2:]).contiguous() for x in (q, keys, values))  # it reads past gaps
     mask = None if mask is None else mask.to(dtype).reshape(-1, 1, *mask.shape[-2:])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+    lse = lse.reshape(-1, n)
+    if (lse == 0).any():  # what the kernel also says of rows whose every score is -inf: they weigh nothing
+        calls = (lse == 0).any(-1)
+        scores = q[calls, 0].to(lse.dtype) @ keys[calls, 0].to(lse.dtype).mT + (0 if mask is None else mask[calls, 0])  # [c, n, m]
+        lse[calls] = lse[calls].masked_fill(scores.amax(-1) == -torch.inf, -torch.inf)
     return out.reshape(*batch, n, dim), lse.reshape(*batch, n)
 
 
@@ -59,14 +64,19 @@ def over_all(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Ten
     split_keys, split_values = (x[:cut].view(parts, SPLIT, -1) for x in (keys, values))
     out, lse = fused(q.expand(parts, *q.shape), split_keys, split_values, scale)  # [parts, n, D], [parts, n]
     total = lse.logsumexp(0)
-    merged = (out.to(acc) * (lse - total).exp()[..., None]).sum(0)
+    merged = (out.to(acc) * _weight(lse, total)[..., None]).sum(0)
     return (merged, total) if cut == len(keys) else merge((merged, total), over_all(q, keys[cut:], values[cut:], scale))
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys from that over each: out [n, D], lse [n]."""
     total = torch.logaddexp(a[1], b[1])
-    return a[0] * (a[1] - total).exp()[..., None] + b[0] * (b[1] - total).exp()[..., None], total
+    return a[0] * _weight(a[1], total)[..., None] + b[0] * _weight(b[1], total)[..., None], total
+
+
+def _weight(lse: Tensor, reference: Tensor) -> Tensor:
+    """exp(lse - reference); 0 for what holds no key, whatever the reference."""
+    return (lse - reference).exp().masked_fill_(lse == -torch.inf, 0)
 
 
 def causal_mask(first: int, num_rows: int, num_keys: int, dtype: torch.dtype) -> Tensor:
@@ -110,7 +120,7 @@ class Accumulator:
             self.weights[moved] *= shrink
             self.reference[moved] = higher
             reference[grown] = higher
-        weight = (lse - reference).exp()
+        weight = _weight(lse, reference)
         self.weights.index_add_(0, rows, weight)
         self.sums.index_add_(0, rows, out.to(self.sums.dtype, copy=True).mul_(weight[..., None]))
 

@@ -14,17 +14,18 @@ from m3_hw.backends.cpu.unpermute_tokens import unpermute_tokens
 from m3_hw.spec import accumulate_dtype
 
 NARROW = 64
-"""Experts of up to so many channels are computed in fp32: few don't average out what the rounding of SwiGLU loses."""
+"""Experts of up to so many channels are computed in fp32: few don't average out what the rounding of SwiGLU loses.
+So are all in fp16, which doesn't hold every gate, and has no fast product on most CPUs."""
 
 
 def moe_experts(x: Tensor, weights: Tensor, ids: Tensor, w_gate_up: Tensor, w_down: Tensor, *, alpha: float, limit: float) -> Tensor:
     source, offsets = sort_by_expert(ids, w_gate_up.shape[0])
     bounds = offsets.tolist()
     dtype = x.dtype
-    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    wide = accumulate_dtype(dtype)
     rows = x.new_empty((ids.numel(), x.shape[1]), dtype=wide)
-    if w_down.shape[2] <= NARROW:
-        x = x.to(accumulate_dtype(dtype))
+    if w_down.shape[2] <= NARROW or dtype == torch.float16:
+        x = x.to(wide)
     for e, (start, end) in enumerate(pairwise(bounds)):
         if end > start:
             gate_up = _wide_product(x.index_select(0, source[start:end] // ids.shape[1]), w_gate_up[e].to(x.dtype))  # [n, 2*I]

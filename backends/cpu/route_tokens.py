@@ -19,5 +19,5 @@ def route_tokens(logits: Tensor, bias: Tensor, *, top_k: int, scale: float) -> t
         ids[:, a] = remaining.argmax(-1)
         remaining.scatter_(-1, ids[:, a, None], -torch.inf)
     weights = s.gather(-1, ids)
-    weights /= weights.sum(-1, keepdim=True).clamp_(min=SMALLEST_SUM)
-    return weights.mul_(scale), ids.int()
+    total = weights.sum(-1, keepdim=True)
+    return weights.div_(total).mul_(scale).masked_fill_(total < SMALLEST_SUM, 0), ids.int()

@@ -53,14 +53,16 @@ def _check(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     expect_dtype("residual", residual, (x.dtype,))
 
 
-def _sample(*shape: int, weight_dtype: torch.dtype | None = None, spread: float = 1) -> Callable[[Draw, torch.dtype], Call]:
-    """`spread` is how much larger the residual stream is than what is added to it."""
+def _sample(
+    *shape: int, weight_dtype: torch.dtype | None = None, spread: float = 1, size: float = 1
+) -> Callable[[Draw, torch.dtype], Call]:
+    """`spread` is how much larger the residual stream is than what is added to it, `size` how large both and the weight are."""
 
     def make(draw: Draw, dtype: torch.dtype) -> Call:
         return {
-            "x": draw.values(shape, dtype, scale=4),
-            "residual": draw.values(shape, dtype, scale=4 * spread),
-            "weight": draw.values(shape[-1:], weight_dtype or dtype),
+            "x": draw.values(shape, dtype, scale=4 * size),
+            "residual": draw.values(shape, dtype, scale=4 * spread * size),
+            "weight": draw.values(shape[-1:], weight_dtype or dtype, scale=max(size, 2.0**-5)),
             "eps": 1e-6,
         }
 
@@ -91,6 +93,8 @@ SPEC = OpSpec(
         Sample(name="empty", make=_sample(0, 96)),
         Sample(name="fp32_weight", make=_sample(4, 64, weight_dtype=torch.float32)),
         Sample(name="large_residual", make=_sample(5, 130, spread=64)),
+        Sample(name="bf16_weight", make=_sample(4, 64, weight_dtype=torch.bfloat16, size=2.0**-5)),
+        Sample(name="faint", make=_sample(5, 96, size=2.0**-12)),
         Sample(name="hidden", tier="model", make=_sample(256, 6144)),
         Sample(name="decode", tier="model", make=_sample(1, 6144, spread=8)),
         Sample(name="long", tier="stress", make=_sample(8191, 6144)),

@@ -19,6 +19,7 @@ from m3_hw.paged import (
     random_batch,
     sequences,
     unowned,
+    with_far_pages,
 )
 from m3_hw.spec import Call, ErrorSample, OpSpec, Sample, accumulate_dtype, spoil
 
@@ -184,11 +185,15 @@ SPEC = OpSpec(
         Sample(name="odd_head", make=_sample([3], [300], heads=6, kv_heads=2, dim=20)),
         Sample(name="fp8_cache", make=_sample([3, 1], [400, 290], fp8=True, dim=32)),
         Sample(name="deterministic", make=_sample([3, 5], [400, 290], deterministic=True)),
+        Sample(name="fp8_tiles", make=_sample([130], [200], fp8=True)),
+        Sample(name="fp8_deterministic", make=_sample([3, 5], [400, 290], fp8=True, dim=32, deterministic=True)),
+        Sample(name="long_decode", make=_sample([1], [4200], heads=2)),
         Sample(name="padded_rows", make=_sample([2, 3], [260, 515], padding=3)),
         Sample(name="no_queries", make=_sample([0, 0], [300, 0])),
         Sample(name="no_sequences", make=_sample([], [])),
         *(_workload_sample(w) for w in workloads.for_parity()[::3]),
         Sample(name="long_context", tier="stress", make=_sample([2], [2**17 - 3], heads=64, kv_heads=4, dim=128), dtypes=(torch.bfloat16,)),
+        Sample(name="far_pages", tier="stress", make=lambda draw, dtype: with_far_pages(_call(draw, dtype, [3], [500]))),
         Sample(name="many_sequences", tier="stress", make=_sample([3] * 64, [131 * i + 3 for i in range(64)])),
     ),
     random_sample=_random_sample,

@@ -89,6 +89,14 @@ def _sample(
     return make
 
 
+def _large_gates(draw: Draw, dtype: torch.dtype) -> Call:
+    """Gates of -76800, which fp16 doesn't hold: SwiGLU takes them before they are rounded, or its result is NaN."""
+    call = _sample(5, 128, 80, 2, 3)(draw, dtype)
+    call["x"][1] = 100
+    call["w_gate_up"][:, 0], call["w_gate_up"][:, 1:80] = 2.0**-7, -6
+    return call
+
+
 def _random_sample(draw: Draw, dtype: torch.dtype) -> Call:
     num_experts = draw.integer(1, 13)
     top_k = draw.integer(1, min(num_experts, 8) + 1)
@@ -112,6 +120,9 @@ SPEC = OpSpec(
         Sample(name="empty", make=_sample(0, 32, 24, 3, 8)),
         Sample(name="one_token", make=_sample(1, 17, 9, 2, 3)),
         Sample(name="odd", make=_sample(13, 65, 33, 5, 7)),
+        Sample(name="one_slot", make=_sample(9, 32, 24, 1, 5)),
+        Sample(name="wide_expert", make=_sample(7, 40, 72, 2, 3)),
+        Sample(name="large_gates", make=_large_gates),
         Sample(name="stray_ids", make=_sample(9, 32, 16, 4, 6, stray_ids)),
         Sample(name="all_dropped", make=_sample(5, 32, 16, 2, 4, ids_among(-1, 4, 1 << 30))),
         Sample(name="inner_experts", make=_sample(8, 32, 16, 2, 8, ids_among(2, 3, 6))),

@@ -48,12 +48,12 @@ def _check(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> N
 
 
 def _sample(
-    num_tokens: int, num_heads: int, dim: int, num_rotary: int, *, weight_dtype: torch.dtype | None = None
+    num_tokens: int, num_heads: int, dim: int, num_rotary: int, *, weight_dtype: torch.dtype | None = None, size: float = 1.0
 ) -> Callable[[Draw, torch.dtype], Call]:
     def make(draw: Draw, dtype: torch.dtype) -> Call:
         return {
-            "x": draw.values((num_tokens, num_heads, dim), dtype, scale=4),
-            "weight": draw.values((dim,), weight_dtype or dtype),
+            "x": draw.values((num_tokens, num_heads, dim), dtype, scale=4 * size),
+            "weight": draw.values((dim,), weight_dtype or dtype, scale=max(size, 2.0**-5)),
             **draw_tables(draw, num_tokens, num_rotary, dtype),
             "eps": 1e-6,
         }
@@ -77,6 +77,9 @@ SPEC = OpSpec(
         Sample(name="as_many_tokens_as_heads", make=_sample(4, 4, 24, 16)),
         Sample(name="empty", make=_sample(0, 4, 32, 16)),
         Sample(name="fp32_weight", make=_sample(4, 2, 32, 16, weight_dtype=torch.float32)),
+        Sample(name="bf16_weight", make=_sample(4, 2, 32, 16, weight_dtype=torch.bfloat16, size=2.0**-5)),
+        Sample(name="faint", make=_sample(4, 2, 32, 16, size=2.0**-12)),
+        Sample(name="m3_heads", make=_sample(65, 33, 128, 64)),
         Sample(name="m3_q", tier="model", make=_sample(256, 64, 128, 64)),
         Sample(name="m3_k", tier="model", make=_sample(256, 4, 128, 64)),
         Sample(name="m3_index_k", tier="model", make=_sample(256, 1, 128, 64)),

@@ -109,6 +109,10 @@ def _clear(x: Tensor) -> None:
     x[:, :GROUP] = 0
 
 
+def _fade(x: Tensor) -> None:
+    x.mul_(2.0**-14)
+
+
 def _break(x: Tensor) -> None:
     x[0, 0], x[1, -1], x[2, 0], x[2, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
 
@@ -133,6 +137,7 @@ SPEC = OpSpec(
         *(Sample(name=f"{granularity}_empty", make=_sample(0, 200, granularity)) for granularity in GRANULARITIES),
         *(Sample(name=f"{granularity}_zeros", make=_sample(6, 200, granularity, _clear)) for granularity in GRANULARITIES),
         *(Sample(name=f"{granularity}_not_finite", make=_sample(5, 150, granularity, _break)) for granularity in GRANULARITIES),
+        *(Sample(name=f"{granularity}_faint", make=_sample(6, 200, granularity, _fade)) for granularity in GRANULARITIES),
         Sample(name="row_odd", make=_sample(13, 33, "row")),
         Sample(name="group128_one_column", make=_sample(5, 1, "group128")),
         Sample(name="block128_many", make=_sample(259, 257, "block128")),

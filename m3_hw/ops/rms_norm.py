@@ -51,9 +51,12 @@ def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     expect_positive("eps", eps)
 
 
-def _sample(*shape: int, weight_dtype: torch.dtype | None = None) -> Any:
+def _sample(*shape: int, weight_dtype: torch.dtype | None = None, size: float = 1.0) -> Any:
+    """Small values meet eps; 1 + a small weight in bf16 needs more bits than bf16 has."""
+
     def make(draw: Draw, dtype: torch.dtype) -> Call:
-        return {"x": draw.values(shape, dtype, scale=4), "weight": draw.values(shape[-1:], weight_dtype or dtype), "eps": 1e-6}
+        weight = draw.values(shape[-1:], weight_dtype or dtype, scale=max(size, 2.0**-5))
+        return {"x": draw.values(shape, dtype, scale=4 * size), "weight": weight, "eps": 1e-6}
 
     return make
 
@@ -69,6 +72,7 @@ NORM_ERRORS = (
     ErrorSample(name="weight too short", argument="weight", change=spoil(weight=lambda w: w[1:])),
     ErrorSample(name="weight of rank 2", argument="weight", change=spoil(weight=lambda w: w[None])),
     ErrorSample(name="integer weight", argument="weight", change=spoil(weight=lambda w: w.int())),
+    ErrorSample(name="eps that fp32 doesn't hold", argument="eps", change=spoil(eps=1e-50)),
     ErrorSample(name="eps zero", argument="eps", change=spoil(eps=0.0)),
     ErrorSample(name="eps NaN", argument="eps", change=spoil(eps=float("nan"))),
 )
@@ -87,6 +91,8 @@ SPEC = OpSpec(
         Sample(name="one_axis", make=_sample(17)),
         Sample(name="empty", make=_sample(0, 96)),
         Sample(name="fp32_weight", make=_sample(4, 64, weight_dtype=torch.float32)),
+        Sample(name="bf16_weight", make=_sample(4, 64, weight_dtype=torch.bfloat16, size=2.0**-5)),
+        Sample(name="faint", make=_sample(5, 96, size=2.0**-12)),
         Sample(name="hidden", tier="model", make=_sample(256, 6144)),
         Sample(name="long", tier="stress", make=_sample(8191, 6144)),
     ),

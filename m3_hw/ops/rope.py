@@ -109,6 +109,7 @@ SPEC = OpSpec(
         Sample(name="as_many_tokens_as_heads", make=_sample(4, 4, 24, 16)),
         Sample(name="empty", make=_sample(0, 4, 32, 16)),
         Sample(name="vision_head", make=_sample(6, 2, 80, 78)),
+        Sample(name="m3_heads", make=_sample(65, 33, 128, 64)),
         Sample(name="m3_q", tier="model", make=_sample(256, 64, 128, 64)),
         Sample(name="m3_k", tier="model", make=_sample(256, 4, 128, 64)),
         Sample(name="m3_index_k", tier="model", make=_sample(256, 1, 128, 64)),

@@ -34,7 +34,7 @@ def route_tokens(logits: Tensor, bias: Tensor, *, top_k: int, scale: float) -> t
         ContractError: bias is not [E], or of another dtype; top_k is 0 or above E; scale is not finite and above 0.
 
     Numerics: All in fp32. NaN scores rank lowest, as -inf does, and a chosen NaN makes its row's weights NaN. A row whose
-        chosen s all underflow to 0 gets zero weights, where transformers divides 0 by 0.
+        chosen s sum to less than 2^-126, where fp32 loses its digits, gets zero weights; transformers may divide 0 by 0.
 
     Source: transformers `MiniMaxM3VLTopKRouter`, whose scale its MoE block applies to the output.
     """
@@ -42,7 +42,8 @@ def route_tokens(logits: Tensor, bias: Tensor, *, top_k: int, scale: float) -> t
     ranked = torch.nan_to_num(s + bias, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     ids = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :top_k]  # [T, A]
     chosen = s.gather(-1, ids)
-    weights = chosen / chosen.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM) * scale
+    total = chosen.sum(-1, keepdim=True)
+    weights = torch.where(total < SMALLEST_SUM, 0, chosen / total * scale)
     return weights, ids.int().contiguous()
 
 
@@ -91,6 +92,19 @@ def _underflowed(draw: Draw, num_tokens: int, num_experts: int) -> tuple[Tensor,
     """Every other row has no expert with a score above 0."""
     logits, bias = _plain(draw, num_tokens, num_experts)
     logits[::2] = -1e4
+    return logits, bias
+
+
+def _faint(draw: Draw, num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Scores of e^-60, whose weights must still sum to the scale."""
+    logits, bias = _plain(draw, num_tokens, num_experts)
+    return logits - 60, bias
+
+
+def _masked(draw: Draw, num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """A bias of -inf masks all experts but three: the others are chosen once each when nothing better is left."""
+    logits, bias = _plain(draw, num_tokens, num_experts)
+    bias[3:] = -torch.inf
     return logits, bias
 
 
@@ -151,6 +165,8 @@ SPEC = OpSpec(
         Sample(name="ties", make=_sample(9, 24, 4, _tied)),
         Sample(name="near_ties", make=_sample(9, 24, 4, _nearly_tied)),
         Sample(name="underflow", make=_sample(5, 16, 4, _underflowed)),
+        Sample(name="faint", make=_sample(5, 16, 4, _faint)),
+        Sample(name="masked_experts", make=_sample(5, 16, 4, _masked)),
         Sample(name="bias_flips", make=_sample(6, 16, 4, _flipped)),
         Sample(name="special_values", make=_sample(4, 32, 4, _special)),
         Sample(name="m3", tier="model", make=_sample(4096, 128, 4)),
@@ -175,6 +191,7 @@ SPEC = OpSpec(
         ErrorSample(name="top_k negative", argument="top_k", change=spoil(top_k=-1)),
         ErrorSample(name="top_k above the experts", argument="top_k", change=spoil(top_k=17)),
         ErrorSample(name="scale zero", argument="scale", change=spoil(scale=0.0)),
+        ErrorSample(name="scale that fp32 doesn't hold", argument="scale", change=spoil(scale=1e39)),
         ErrorSample(name="scale infinite", argument="scale", change=spoil(scale=float("inf"))),
         ErrorSample(name="scale NaN", argument="scale", change=spoil(scale=float("nan"))),
     ),

@@ -16,10 +16,11 @@ from m3_hw.contract import (
     expect_rank,
     expect_sequence_values,
     expect_sequences,
+    expect_sizes,
     fail,
 )
 from m3_hw.draw import Draw
-from m3_hw.paged import BATCH_ERRORS, at_m3_heads, num_blocks, paged_batch, sequences, unowned
+from m3_hw.paged import BATCH_ERRORS, at_m3_heads, num_blocks, paged_batch, sequences, unowned, with_far_pages
 from m3_hw.spec import Call, ErrorSample, OpSpec, Sample, Tolerance, accumulate_dtype, spoil
 
 
@@ -134,6 +135,7 @@ def _check(
     max_seqlen_k: int,
 ) -> None:
     expect_rank("index_q", index_q, "T Hi Di")
+    expect_sizes("index_q", index_q, "T Hi Di", 1, 2)
     expect_dtype("index_q", index_q, FLOATS)
     expect_cache("index_k_cache", index_k_cache, "N P Di", (-1, PAGE_SIZE, index_q.shape[2]), index_q.dtype)
     expect_sequences(cu_seqlens_q, seq_lens, block_table)
@@ -243,14 +245,6 @@ def _random_sample(draw: Draw, dtype: torch.dtype) -> Call:
     return _call(draw, dtype, queries, lengths, **options, **forced)
 
 
-def _far_pages(draw: Draw, dtype: torch.dtype) -> Call:
-    """Pages 2^30 elements apart, so that page * stride passes 2^31; the memory between them is never touched."""
-    call = _call(draw, dtype, [3], [500])
-    near, stride = call["index_k_cache"], 2**30
-    far = torch.empty(stride * (near.shape[0] - 1) + near[0].numel(), dtype=dtype).as_strided(near.shape, (stride, *near.stride()[1:]))
-    return {**call, "index_k_cache": far.copy_(near)}
-
-
 SPEC = OpSpec(
     reference=select_blocks,
     fake=_fake,
@@ -284,19 +278,21 @@ SPEC = OpSpec(
         Sample(name="verify", make=_sample([4, 4, 4], [640, 128, 257], heads=4)),
         Sample(name="odd_top_k", make=_sample([2], [2500], top_k=17)),
         Sample(name="fp8_keys", make=_sample([3, 1], [600, 400], fp8=True, dim=32)),
+        Sample(name="wide", make=_sample([300], [1400], heads=4, top_k=1, local_blocks=0)),
         Sample(name="padded_rows", make=_sample([2, 3], [260, 515], padding=3)),
         Sample(name="no_queries", make=_sample([0, 0], [300, 0])),
         Sample(name="no_sequences", make=_sample([], [])),
         *(_workload_sample(w) for w in workloads.for_parity()),
         Sample(name="million_keys", tier="stress", make=_sample([64], [2**20 - 3], heads=4, dim=128, top_k=16), dtypes=(torch.bfloat16,)),
         Sample(name="many_sequences", tier="stress", make=_sample([3] * 64, [131 * i + 3 for i in range(64)], top_k=5)),
-        Sample(name="far_pages", tier="stress", make=_far_pages),
+        Sample(name="far_pages", tier="stress", make=lambda draw, dtype: with_far_pages(_call(draw, dtype, [3], [500]))),
     ),
     random_sample=_random_sample,
     error_samples=(
         *BATCH_ERRORS,
         ErrorSample(name="index_q of rank 2", argument="index_q", change=spoil(index_q=lambda x: x[:, 0])),
         ErrorSample(name="integer index_q", argument="index_q", change=spoil(index_q=lambda x: x.int())),
+        ErrorSample(name="index_q without heads", argument="index_q", change=spoil(index_q=lambda x: x[:, :0])),
         ErrorSample(name="page of 64", argument="index_k_cache", change=spoil(index_k_cache=lambda x: x[:, :64])),
         ErrorSample(name="index dim differs", argument="index_k_cache", change=spoil(index_k_cache=lambda x: x[..., 1:])),
         ErrorSample(name="fnuz cache", argument="index_k_cache", change=spoil(index_k_cache=lambda x: x.to(torch.float8_e4m3fnuz))),

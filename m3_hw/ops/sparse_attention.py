@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from m3_hw import workloads
-from m3_hw.contract import PAGE_SIZE, expect_dtype, expect_sequence_values, expect_shape
+from m3_hw.contract import PAGE_SIZE, expect_dtype, expect_sequence_values, expect_shape, expect_sizes
 from m3_hw.draw import Draw
 from m3_hw.paged import (
     ATTENTION_ERRORS,
@@ -18,6 +18,7 @@ from m3_hw.paged import (
     random_batch,
     sequences,
     unowned,
+    with_far_pages,
 )
 from m3_hw.spec import Call, ErrorSample, OpSpec, Sample, accumulate_dtype, spoil
 
@@ -122,6 +123,7 @@ def _check(
 ) -> None:
     check_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, scale, max_seqlen_q, k_scale, v_scale)
     expect_shape("block_ids", block_ids, "Hkv T K", (k_cache.shape[1], q.shape[0], -1))
+    expect_sizes("block_ids", block_ids, "Hkv T K", 2)
     expect_dtype("block_ids", block_ids, (torch.int32,))
 
 
@@ -186,6 +188,15 @@ def _no_blocks(draw: Draw, dtype: torch.dtype) -> Call:
     return call
 
 
+def _growing_scores(draw: Draw, dtype: torch.dtype) -> Call:
+    """Every block's scores are 4 times those before it and reach past 100: partial softmaxes must be rescaled as they merge."""
+    call = _call(draw, dtype, [300], [700], top_k=3)
+    call["q"] = (call["q"].abs() + 1).to(dtype)
+    for block, page in enumerate(call["block_table"][0, :6].tolist()):
+        call["k_cache"][page] = (call["k_cache"][page].abs() + 1) * 4.0 ** (block - 3)
+    return call
+
+
 def _workload_sample(workload: workloads.Workload) -> Sample:
     queries, lengths, heads, note = at_m3_heads(workload, max_queries=32)
     return Sample(name=workload.name, tier="model", make=_sample(queries, lengths, top_k=16, **heads), note=note)
@@ -218,7 +229,11 @@ SPEC = OpSpec(
         Sample(name="odd_head", make=_sample([3], [300], heads=6, kv_heads=2, dim=20)),
         Sample(name="fp8_cache", make=_sample([3, 1], [400, 290], fp8=True, dim=32)),
         Sample(name="deterministic", make=_sample([3, 5], [400, 290], deterministic=True)),
+        Sample(name="fp8_deterministic", make=_sample([37], [300], fp8=True, dim=32, deterministic=True)),
         Sample(name="wide", make=_sample([300], [700], top_k=3)),
+        Sample(name="wide_fp8", make=_sample([37], [300], fp8=True, dim=32)),
+        Sample(name="wide_deterministic", make=_sample([260], [700], heads=1, kv_heads=1, deterministic=True)),
+        Sample(name="growing_scores", make=_growing_scores),
         Sample(name="padded_rows", make=_sample([2, 3], [260, 515], padding=3)),
         Sample(name="no_queries", make=_sample([0, 0], [300, 0])),
         Sample(name="no_sequences", make=_sample([], [])),
@@ -229,12 +244,14 @@ SPEC = OpSpec(
             make=_sample([64], [2**18 - 3], heads=64, kv_heads=4, dim=128, top_k=16),
             dtypes=(torch.bfloat16,),
         ),
+        Sample(name="far_pages", tier="stress", make=lambda draw, dtype: with_far_pages(_call(draw, dtype, [3], [500]))),
         Sample(name="many_sequences", tier="stress", make=_sample([3] * 64, [131 * i + 3 for i in range(64)], top_k=5)),
     ),
     random_sample=_random_sample,
     error_samples=(
         *ATTENTION_ERRORS,
         ErrorSample(name="block_ids for tokens first", argument="block_ids", change=spoil(block_ids=lambda x: x.transpose(0, 1))),
+        ErrorSample(name="block_ids without choices", argument="block_ids", change=spoil(block_ids=lambda x: x[..., :0])),
         ErrorSample(name="block_ids in int64", argument="block_ids", change=spoil(block_ids=lambda x: x.long())),
         ErrorSample(name="block_ids of one head", argument="block_ids", change=spoil(block_ids=lambda x: x[:1])),
         ErrorSample(name="block_ids of rank 2", argument="block_ids", change=spoil(block_ids=lambda x: x[0])),

@@ -57,6 +57,14 @@ def _sample(num_tokens: int, width: int, *, alpha: float = 1.702, limit: float =
     return make
 
 
+def _special(draw: Draw, dtype: torch.dtype) -> Call:
+    """NaN and infinities in both halves: NaN stays NaN, infinities are clamped where there is a clamp."""
+    call = _sample(6, 48)(draw, dtype)
+    for row, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        call["gate_up"][row, 0] = call["gate_up"][row + 3, 48] = value
+    return call
+
+
 def _random_sample(draw: Draw, dtype: torch.dtype) -> Call:
     make = _sample(draw.integer(0, 50), draw.integer(1, 300), alpha=draw.choice((1.702, 1.0, 0.5)), limit=draw.choice((7.0, 1.0, 30.0)))
     return make(draw, dtype)
@@ -79,6 +87,7 @@ SPEC = OpSpec(
         Sample(name="wide_limit", make=_sample(6, 48, limit=100.0)),
         Sample(name="no_slope", make=_sample(4, 17, alpha=0.0)),
         Sample(name="negative_slope", make=_sample(4, 17, alpha=-1.0)),
+        Sample(name="special_values", make=_special),
         Sample(name="expert", tier="model", make=_sample(512, 3072)),
         Sample(name="dense_mlp", tier="model", make=_sample(128, 12288)),
         Sample(name="decode", tier="model", make=_sample(1, 12288)),
@@ -95,6 +104,7 @@ SPEC = OpSpec(
         ErrorSample(name="alpha infinite", argument="alpha", change=spoil(alpha=float("inf"))),
         ErrorSample(name="limit zero", argument="limit", change=spoil(limit=0.0)),
         ErrorSample(name="limit negative", argument="limit", change=spoil(limit=-7.0)),
+        ErrorSample(name="limit that fp32 doesn't hold", argument="limit", change=spoil(limit=1e39)),
         ErrorSample(name="limit infinite", argument="limit", change=spoil(limit=float("inf"))),
         ErrorSample(name="limit NaN", argument="limit", change=spoil(limit=float("nan"))),
     ),

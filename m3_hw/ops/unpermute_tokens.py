@@ -130,6 +130,7 @@ SPEC = OpSpec(
         Sample(name="odd", make=_sample(13, 33, 5)),
         Sample(name="dropped", make=_sample(9, 16, 4, dropped=2)),
         Sample(name="all_dropped", make=_sample(4, 16, 2, dropped=1)),
+        Sample(name="many_tokens", make=_sample(130, 16, 2, dropped=2)),
         Sample(name="m3", tier="model", make=_sample(1024, 6144, 4)),
         Sample(name="m3_rank", tier="model", make=_sample(1024, 6144, 4, dropped=2), note="half of the slots on other ranks"),
         Sample(name="long", tier="stress", make=_sample(16385, 129, 8, dropped=8)),

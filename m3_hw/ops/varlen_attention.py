@@ -6,7 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m3_hw.contract import FLOATS, expect_at_least, expect_dtype, expect_positive, expect_prefix_sums, expect_rank, expect_shape, fail
+from m3_hw.contract import (
+    FLOATS,
+    expect_at_least,
+    expect_dtype,
+    expect_positive,
+    expect_prefix_sums,
+    expect_rank,
+    expect_shape,
+    expect_sizes,
+    fail,
+)
 from m3_hw.draw import Draw
 from m3_hw.paged import attend
 from m3_hw.spec import Call, ErrorSample, OpSpec, Sample, accumulate_dtype, reduction_tolerances, spoil
@@ -52,6 +62,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, max_seqlen: int, deterministic: bool = False) -> None:
     expect_rank("q", q, "T n D")
+    expect_sizes("q", q, "T n D", 1, 2)
     expect_dtype("q", q, FLOATS)
     for argument, tensor in (("k", k), ("v", v)):
         expect_shape(argument, tensor, "T n D", q.shape)

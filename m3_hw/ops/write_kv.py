@@ -8,6 +8,7 @@ from torch import Tensor
 from m3_hw.contract import FLOATS, FP8, PAGE_SIZE, expect_cache, expect_dtype, expect_positive, expect_rank, expect_shape, fail
 from m3_hw.draw import Draw
 from m3_hw.ops.quantize_fp8 import to_fp8
+from m3_hw.paged import with_far_pages
 from m3_hw.spec import Call, ErrorSample, OpSpec, Sample, exact_tolerances, spoil
 
 
@@ -188,7 +189,10 @@ def _call(
         "index_k": draw.values((num_tokens, index_dim), dtype, scale=512) if index_dim else None,
         **caches,
         "slots": slots,
-        **{name.replace("cache", "scale"): 1.0 if c is None or c.dtype != FP8 else scale for name, c in caches.items()},
+        **{
+            name.replace("cache", "scale"): 1.0 if c is None or c.dtype != FP8 else scale * factor
+            for (name, c), factor in zip(caches.items(), (1, 2, 0.5), strict=True)
+        },
     }
 
 
@@ -197,6 +201,14 @@ _CACHES = ("k_cache", "v_cache", "index_k_cache")
 
 def _sample(num_tokens: int, **options: Any) -> Any:
     return lambda draw, dtype: _call(draw, dtype, num_tokens, **options)
+
+
+def _not_finite(draw: Draw, dtype: torch.dtype) -> Call:
+    """What is stored as fp8 holds NaN, which stays, and infinities, which are clamped."""
+    call = _call(draw, dtype, 11, fp8=_CACHES)
+    for name in ("k", "v", "index_k"):
+        call[name].flatten()[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    return call
 
 
 def _random_sample(draw: Draw, dtype: torch.dtype) -> Call:
@@ -236,6 +248,9 @@ SPEC = OpSpec(
         Sample(name="empty", make=_sample(0)),
         Sample(name="one_token", make=_sample(1, heads=1, dim=17, index_dim=9)),
         Sample(name="odd", make=_sample(13, heads=3, dim=33, index_dim=7, skipped=3)),
+        Sample(name="fp8_not_finite", make=_not_finite),
+        Sample(name="fp8_index", make=_sample(11, fp8=("index_k_cache",), scale=0.3)),
+        Sample(name="fp8_keys", make=_sample(11, fp8=("k_cache",), scale=0.3)),
         Sample(name="full_pool", make=_sample(2 * PAGE_SIZE, num_pages=2)),
         Sample(name="no_index", make=_sample(6, index_dim=0, skipped=3)),
         Sample(name="int32_slots", make=_sample(6, slots_dtype=torch.int32, skipped=3)),
@@ -248,6 +263,7 @@ SPEC = OpSpec(
         Sample(name="m3_decode", tier="model", make=_sample(8, num_pages=16, heads=4, dim=128, index_dim=128)),
         Sample(name="m3_dense_layer", tier="model", make=_sample(256, num_pages=16, heads=4, dim=128, index_dim=0)),
         Sample(name="long", tier="stress", make=_sample(16385, num_pages=192, heads=4, dim=128, index_dim=128, skipped=32)),
+        Sample(name="far_pages", tier="stress", make=lambda draw, dtype: with_far_pages(_call(draw, dtype, 200))),
         Sample(name="long_fp8", tier="stress", make=_sample(16385, num_pages=192, heads=4, dim=128, index_dim=128, fp8=_CACHES, scale=0.7)),
     ),
     random_sample=_random_sample,
@@ -273,6 +289,8 @@ SPEC = OpSpec(
         ErrorSample(name="slots of rank 2", argument="slots", change=spoil(slots=lambda s: s[None])),
         ErrorSample(name="slots in float", argument="slots", change=spoil(slots=lambda s: s.float())),
         ErrorSample(name="k_scale NaN", argument="k_scale", change=spoil(k_scale=float("nan"))),
+        ErrorSample(name="k_scale that fp32 loses", argument="k_scale", change=spoil(k_scale=1e-50)),
+        ErrorSample(name="v_scale beyond fp32", argument="v_scale", change=spoil(v_scale=1e39)),
         ErrorSample(name="v_scale zero", argument="v_scale", change=spoil(v_scale=0.0)),
         ErrorSample(name="index_k_scale infinite", argument="index_k_scale", change=spoil(index_k_scale=float("inf"))),
         ErrorSample(name="k_scale without fp8", argument="k_scale", change=spoil(k_scale=0.5)),

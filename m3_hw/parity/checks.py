@@ -57,11 +57,16 @@ class Subject:
 
     def run(self, call: Call) -> Outputs:
         """Run the backend on a copy of a CPU call; outputs on the CPU."""
-        return {name: tensor.cpu() for name, tensor in self.run_there(self.on_device(call)).items()}
+        return _copied(self.run_there(self.on_device(call)))
 
     def judge(self, actual: Outputs) -> Judgement:
         """The verdict on outputs for the subject's call."""
         return judge(self.spec, self.call, self.dtype, actual, self.golden)
+
+
+def _copied(outputs: Outputs) -> Outputs:
+    """On the CPU, and never the memory that a backend gave: one that hands it out again must not change what is kept."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in outputs.items()}
 
 
 OK = Judgement(True)
@@ -74,12 +79,12 @@ def failed(message: str) -> Judgement:
 
 def parity(subject: Subject) -> Judgement:
     """Outputs have the spec's shapes, dtypes and layout, and are within its tolerance of the golden ones."""
-    if problem := _structure(subject):
+    if problem := _structure(subject, subject.outputs):
         return failed(problem)
     return subject.judge(subject.outputs)
 
 
-def _structure(subject: Subject) -> str:
+def _structure(subject: Subject, outputs: Outputs) -> str:
     """Where outputs differ from what the fake kernel promises."""
     spec = subject.spec
     if spec.mutates:
@@ -87,7 +92,7 @@ def _structure(subject: Subject) -> str:
     fake = spec.fake(**{k: v.to("meta") if isinstance(v, Tensor) else v for k, v in subject.call.items()})
     promised = dict(zip(spec.outputs, fake if isinstance(fake, tuple) else (fake,), strict=True))
     for name, wanted in promised.items():
-        has = subject.outputs[name]
+        has = outputs[name]
         if (has.shape, has.dtype) != (wanted.shape, wanted.dtype):
             return f"{name} is {has.dtype} {list(has.shape)}; wanted: {wanted.dtype} {list(wanted.shape)}"
         if not has.is_contiguous():
@@ -119,7 +124,10 @@ def strided(subject: Subject) -> Judgement:
     if problem := _strided_problem(subject):
         return failed(problem)
     reversed_axes = {k: with_reversed_axes(v) if isinstance(v, Tensor) else v for k, v in subject.on_device(subject.call).items()}
-    judgement = subject.judge(_to_cpu(subject.run_there(reversed_axes)))
+    outputs = subject.run_there(reversed_axes)
+    if problem := _structure(subject, outputs):
+        return failed(f"axes stored in reverse: {problem}")
+    judgement = subject.judge(_copied(outputs))
     return judgement._replace(message=f"axes stored in reverse: {judgement.message}") if not judgement.passed else judgement
 
 
@@ -129,7 +137,10 @@ def _strided_problem(subject: Subject) -> str:
         if isinstance(value, Tensor) and value.dim():
             call[name], bases[name] = with_gaps(value)
     before = {name: bases[name].clone() for name in subject.spec.mutates if name in bases}
-    judgement = subject.judge(_to_cpu(subject.run_there(call)))
+    outputs = subject.run_there(call)
+    if problem := _structure(subject, outputs):
+        return f"elements apart: {problem}"
+    judgement = subject.judge(_copied(outputs))
     for name, base in before.items():
         call[name].copy_(_view_like(base, call[name]))  # what may be written is put back, then nothing may differ
         if not same_bits(bases[name], base):
@@ -198,9 +209,11 @@ def inputs_unchanged(subject: Subject) -> Judgement:
 
 
 def no_alias(subject: Subject) -> Judgement:
-    """Outputs share no memory with inputs, nor with one another."""
+    """Outputs share no memory with inputs, nor with one another, nor with those of a call before."""
     call = subject.on_device(subject.call)
     owners = {v.untyped_storage().data_ptr(): k for k, v in call.items() if isinstance(v, Tensor) and v.numel()}
+    before = {} if subject.spec.mutates else subject.run_there(call)
+    owners |= {v.untyped_storage().data_ptr(): f"{k} of the call before" for k, v in before.items() if v.numel()}
     for name, tensor in subject.run_there(call).items():
         if tensor.numel():
             owner = owners.setdefault(tensor.untyped_storage().data_ptr(), name)
@@ -396,7 +409,7 @@ def _traced(subject: Subject, trace: Callable[[_Module, dict[str, Tensor]], Any]
     with use_backend(subject.case.backend):
         returned = traced(tensors)
     outputs = named_outputs(subject.spec, returned, {**tensors, **module.constants})
-    return _same(_to_cpu(outputs), subject.outputs, "traced")
+    return _same(_copied(outputs), subject.outputs, "traced")
 
 
 def compiled(subject: Subject) -> Judgement:
@@ -427,7 +440,7 @@ def graph_replay(subject: Subject) -> Judgement:
             value.copy_(other[name] if name in changed else subject.call[name])
     eager = subject.run({k: other[k] if k in changed else v for k, v in subject.call.items()})
     graph.replay()
-    return _same(_to_cpu(outputs), eager, "replayed")
+    return _same(_copied(outputs), eager, "replayed")
 
 
 def as_bits(x: Tensor) -> Tensor:
@@ -439,10 +452,6 @@ def as_bits(x: Tensor) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Same shape, dtype and bits."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(as_bits(a), as_bits(b))
-
-
-def _to_cpu(outputs: Outputs) -> Outputs:
-    return {name: tensor.cpu() for name, tensor in outputs.items()}
 
 
 def _changed(call: Call, before: Call) -> str:
