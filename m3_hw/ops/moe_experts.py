@@ -97,6 +97,12 @@ def _large_gates(draw: Draw, dtype: torch.dtype) -> Call:
     return call
 
 
+def _overflow(draw: Draw, dtype: torch.dtype) -> Call:
+    """Gates and ups beyond fp32's range become infinite and are clamped: no NaN."""
+    call = _sample(6, 32, 72, 3, 8)(draw, dtype)
+    return {**call, "x": torch.full_like(call["x"], 3e38), "w_gate_up": call["w_gate_up"].abs()}
+
+
 def _random_sample(draw: Draw, dtype: torch.dtype) -> Call:
     num_experts = draw.integer(1, 13)
     top_k = draw.integer(1, min(num_experts, 8) + 1)
@@ -123,6 +129,7 @@ SPEC = OpSpec(
         Sample(name="one_slot", make=_sample(9, 32, 24, 1, 5)),
         Sample(name="wide_expert", make=_sample(7, 40, 72, 2, 3)),
         Sample(name="large_gates", make=_large_gates),
+        Sample(name="overflow", make=_overflow, dtypes=(torch.float32, torch.bfloat16)),
         Sample(name="stray_ids", make=_sample(9, 32, 16, 4, 6, stray_ids)),
         Sample(name="all_dropped", make=_sample(5, 32, 16, 2, 4, ids_among(-1, 4, 1 << 30))),
         Sample(name="inner_experts", make=_sample(8, 32, 16, 2, 8, ids_among(2, 3, 6))),
