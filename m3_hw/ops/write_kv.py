@@ -240,6 +240,7 @@ SPEC = OpSpec(
     tolerances=dict.fromkeys(_CACHES, _exact),
     # Not in fp64, which would turn fp8 caches into fp64 ones: fp32 division and the rounding to fp8 are the contract.
     golden=write_kv,
+    pools={"slots": _CACHES},
     unowned=_unowned,
     samples=(
         Sample(name="tokens", make=_sample(7, skipped=4)),
@@ -263,7 +264,7 @@ SPEC = OpSpec(
         Sample(name="m3_decode", tier="model", make=_sample(8, num_pages=16, heads=4, dim=128, index_dim=128)),
         Sample(name="m3_dense_layer", tier="model", make=_sample(256, num_pages=16, heads=4, dim=128, index_dim=0)),
         Sample(name="long", tier="stress", make=_sample(16385, num_pages=192, heads=4, dim=128, index_dim=128, skipped=32)),
-        Sample(name="far_pages", tier="stress", make=lambda draw, dtype: with_far_pages(_call(draw, dtype, 200))),
+        Sample(name="far_pages", tier="stress", make=lambda draw, dtype: with_far_pages(_call(draw, dtype, 300, num_pages=4))),
         Sample(name="long_fp8", tier="stress", make=_sample(16385, num_pages=192, heads=4, dim=128, index_dim=128, fp8=_CACHES, scale=0.7)),
     ),
     random_sample=_random_sample,

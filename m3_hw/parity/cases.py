@@ -99,12 +99,23 @@ def make_call(case: Case, seed: int = 0) -> Call:
 
 def clone(call: Call) -> Call:
     """A copy whose tensors share nothing with the call's and have its strides."""
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in call.items()}
+    return {name: _copy(value, value.device) if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
 def to_device(call: Call, device: torch.device | str) -> Call:
-    """The call with its tensors on a device."""
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
+    """The call with its tensors on a device, strides as they are."""
+    target = torch.device(device)
+    return {
+        name: _copy(value, target) if isinstance(value, Tensor) and value.device.type != target.type else value
+        for name, value in call.items()
+    }
+
+
+def _copy(x: Tensor, device: torch.device) -> Tensor:
+    """With x's strides, gaps included, which `clone` and `to` would close; of an expanded view without them."""
+    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        return x.to(device, copy=True)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
 def named_outputs(spec: OpSpec[..., Any], returned: Any, call: Call) -> Outputs:
