@@ -48,18 +48,18 @@ def expect_at_least(argument: str, value: int, least: int) -> None:
         fail(argument, f"value {value}", f"an integer >= {least}")
 
 
-_FP32 = torch.finfo(torch.float32)
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def expect_positive(argument: str, value: float) -> None:
     """A number above zero that fp32 holds, as kernels do: scales, eps, limits."""
-    if not _FP32.tiny <= value <= _FP32.max:
-        fail(argument, f"value {value}", f"a finite number > 0, {_FP32.tiny:.4g} to {_FP32.max:.4g}")
+    if not _SMALLEST <= value <= _LARGEST:
+        fail(argument, f"value {value}", f"a finite number > 0, {_SMALLEST:.4g} to {_LARGEST:.4g}")
 
 
 def expect_finite(argument: str, value: float) -> None:
-    if not abs(value) <= _FP32.max:
-        fail(argument, f"value {value}", f"a finite number, at most {_FP32.max:.4g} in magnitude")
+    if not abs(value) <= _LARGEST:
+        fail(argument, f"value {value}", f"a finite number, at most {_LARGEST:.4g} in magnitude")
 
 
 def expect_sizes(argument: str, tensor: Tensor, axes: str, *positive: int) -> None:

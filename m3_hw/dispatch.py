@@ -139,9 +139,11 @@ class _Operator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = args[0].device
         self.check(device, args, kwargs)
-        entry = self.choose(device, args, kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(_NOT_INSIDE):
-            return entry.function(*args, **kwargs)
+        function = self.choose(device, args, kwargs).function
+        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+            with torch._C._ExcludeDispatchKeyGuard(_NOT_INSIDE):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
 
     def choose(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         """What runs a call that keeps the contract."""
