@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from m3_hw.dispatch import specs
-from m3_hw.parity.cases import golden, make_call, make_draw, run_op
+from m3_hw.parity.cases import clone, golden, make_call, make_draw, run_op
 from m3_hw.parity.checks import same_bits
 from m3_hw.parity.results import Case
 from m3_hw.spec import Call, OpSpec
@@ -25,8 +25,8 @@ def first_call(op: str, dtype: str) -> tuple[OpSpec[..., Any], Call]:
 def test_inputs_that_require_gradients_are_accepted_and_nothing_is_recorded(op: str, backend: str) -> None:
     dtype = "bfloat16" if op == "dequantize_mxfp8" else "float32"
     spec, call = first_call(op, dtype)
-    wanted = run_op(spec, backend, {k: v.clone() if k in spec.mutates else v for k, v in call.items()})
-    tracked = {k: v.clone() if isinstance(v, Tensor) else v for k, v in call.items()}
+    wanted = run_op(spec, backend, clone(call))
+    tracked = clone(call)
     for name, value in tracked.items():
         if isinstance(value, Tensor) and value.is_floating_point() and name not in spec.mutates:
             value.requires_grad_()
@@ -44,9 +44,9 @@ def test_autocast_changes_no_bit(op: str, dtype: str, backend: str) -> None:
     if op == "dequantize_mxfp8":
         dtype = "bfloat16"
     spec, call = first_call(op, dtype)
-    wanted = run_op(spec, backend, {k: v.clone() if k in spec.mutates else v for k, v in call.items()})
+    wanted = run_op(spec, backend, clone(call))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = run_op(spec, backend, {k: v.clone() if k in spec.mutates else v for k, v in call.items()})
+        outputs = run_op(spec, backend, clone(call))
     for name, tensor in outputs.items():
         assert same_bits(tensor, wanted[name])
 
@@ -59,7 +59,7 @@ def test_fp64_input_is_computed_in_fp64(op: str) -> None:
         if sample.tier != "small" or sample.dtypes is not None:
             continue
         call = sample.make(make_draw(Case(op, "cpu", "float64", sample.name, "small")), torch.float64)
-        outputs = run_op(spec, "cpu", {k: v.clone() if isinstance(v, Tensor) else v for k, v in call.items()})
+        outputs = run_op(spec, "cpu", clone(call))
         for name, wanted in golden(spec, call).items():
             has = outputs[name]
             if not has.is_floating_point() or has.dtype.itemsize == 1:

@@ -46,8 +46,8 @@ def fused(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | 
     mask = None if mask is None else mask.to(dtype).reshape(-1, 1, *mask.shape[-2:])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     lse = lse.reshape(-1, n)
-    if (lse == 0).any():  # what the kernel also says of rows whose every score is -inf: they weigh nothing
-        calls = (lse == 0).any(-1)
+    calls = (lse == 0).any(-1)
+    if calls.any():  # 0 is what the kernel also says of rows whose every score is -inf: they weigh nothing
         scores = q[calls, 0].to(lse.dtype) @ keys[calls, 0].to(lse.dtype).mT + (0 if mask is None else mask[calls, 0])  # [c, n, m]
         lse[calls] = lse[calls].masked_fill(scores.amax(-1) == -torch.inf, -torch.inf)
     return out.reshape(*batch, n, dim), lse.reshape(*batch, n)

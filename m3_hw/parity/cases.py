@@ -142,8 +142,12 @@ def device_of(backend: str) -> str:
 
 def run_case(case: Case, call: Call) -> Outputs:
     """Run a case on its backend; outputs on the CPU. The call stays as it is: what the operator writes goes to copies."""
-    outputs = run_op(specs()[case.op], case.backend, to_device(clone(call), device_of(case.backend)))
-    return {name: tensor.cpu() for name, tensor in outputs.items()}
+    return copied(run_op(specs()[case.op], case.backend, to_device(clone(call), device_of(case.backend))))
+
+
+def copied(outputs: Outputs) -> Outputs:
+    """On the CPU, and never the memory that a backend gave: one that hands it out again must not change what is kept."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in outputs.items()}
 
 
 def golden(spec: OpSpec[..., Any], call: Call) -> Outputs:

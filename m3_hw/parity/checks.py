@@ -14,7 +14,7 @@ from torch import Tensor
 from m3_hw import contract
 from m3_hw.dispatch import backends, specs, use_backend, value_checks
 from m3_hw.errors import ContractError
-from m3_hw.parity.cases import DTYPES, clone, device_of, golden, make_call, make_draw, named_outputs, run_op, to_device
+from m3_hw.parity.cases import DTYPES, clone, copied, device_of, golden, make_call, make_draw, named_outputs, run_op, to_device
 from m3_hw.parity.judge import Judgement, Outputs, judge
 from m3_hw.parity.results import Case
 from m3_hw.spec import Call, OpSpec
@@ -57,16 +57,11 @@ class Subject:
 
     def run(self, call: Call) -> Outputs:
         """Run the backend on a copy of a CPU call; outputs on the CPU."""
-        return _copied(self.run_there(self.on_device(call)))
+        return copied(self.run_there(self.on_device(call)))
 
     def judge(self, actual: Outputs) -> Judgement:
         """The verdict on outputs for the subject's call."""
         return judge(self.spec, self.call, self.dtype, actual, self.golden)
-
-
-def _copied(outputs: Outputs) -> Outputs:
-    """On the CPU, and never the memory that a backend gave: one that hands it out again must not change what is kept."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in outputs.items()}
 
 
 OK = Judgement(True)
@@ -127,7 +122,7 @@ def strided(subject: Subject) -> Judgement:
     outputs = subject.run_there(reversed_axes)
     if problem := _structure(subject, outputs):
         return failed(f"axes stored in reverse: {problem}")
-    judgement = subject.judge(_copied(outputs))
+    judgement = subject.judge(copied(outputs))
     return judgement._replace(message=f"axes stored in reverse: {judgement.message}") if not judgement.passed else judgement
 
 
@@ -140,7 +135,7 @@ def _strided_problem(subject: Subject) -> str:
     outputs = subject.run_there(call)
     if problem := _structure(subject, outputs):
         return f"elements apart: {problem}"
-    judgement = subject.judge(_copied(outputs))
+    judgement = subject.judge(copied(outputs))
     for name, base in before.items():
         call[name].copy_(_view_like(base, call[name]))  # what may be written is put back, then nothing may differ
         if not same_bits(bases[name], base):
@@ -409,7 +404,7 @@ def _traced(subject: Subject, trace: Callable[[_Module, dict[str, Tensor]], Any]
     with use_backend(subject.case.backend):
         returned = traced(tensors)
     outputs = named_outputs(subject.spec, returned, {**tensors, **module.constants})
-    return _same(_copied(outputs), subject.outputs, "traced")
+    return _same(copied(outputs), subject.outputs, "traced")
 
 
 def compiled(subject: Subject) -> Judgement:
@@ -440,7 +435,7 @@ def graph_replay(subject: Subject) -> Judgement:
             value.copy_(other[name] if name in changed else subject.call[name])
     eager = subject.run({k: other[k] if k in changed else v for k, v in subject.call.items()})
     graph.replay()
-    return _same(_copied(outputs), eager, "replayed")
+    return _same(copied(outputs), eager, "replayed")
 
 
 def as_bits(x: Tensor) -> Tensor:
